@@ -360,9 +360,10 @@ class Checkpoint(Mapping[Any, Any], metaclass=_PublicNames):
         """Return a copy whose survey lists constructs that ckptool does not follow, instead of raising."""
         return self.replace(is_lenient=True)
 
-    def in_full(self) -> Checkpoint:
-        """Return the unedited checkpoint with the values of the file that its graph only summarizes."""
-        container = self.container if self.edited else self.container.in_full()
+    def in_full(self, key: str = "") -> Checkpoint:
+        """Return the unedited checkpoint with the values of the file that its graph only summarizes, if ``key`` may
+        lead to them."""
+        container = self.container if self.edited else self.container.in_full(key)
         return self if container is self.container else self.replace(container=container, graph=container.graph)
 
     def close(self) -> None:

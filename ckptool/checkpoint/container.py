@@ -312,8 +312,8 @@ class Container:
         """Return the tensors from which a converter made those of the file, by their names here."""
         return {}
 
-    def in_full(self) -> Container:
-        """Return the container with a graph of all values, if this one only summarizes some of them."""
+    def in_full(self, key: str = "") -> Container:
+        """Return the container with a graph of all values to which ``key`` may lead, if this one summarizes some."""
         return self
 
     def plan(self, pickle: bytes) -> Plan:

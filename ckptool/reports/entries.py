@@ -53,12 +53,12 @@ def find_value(checkpoint: Checkpoint, key: str) -> tuple[Checkpoint, Located]:
     Raise UnreadableError if the pickle uses a feature that ckptool does not support, TargetError if nothing is at
     ``key``.
     """
-    checkpoint = _plain(checkpoint)
+    checkpoint = _plain(checkpoint, key)
     return checkpoint, lookup(checkpoint, key)
 
 
-def _plain(checkpoint: Checkpoint) -> Checkpoint:
-    checkpoint = with_plain_numpy(checkpoint.in_full())
+def _plain(checkpoint: Checkpoint, key: str = "") -> Checkpoint:
+    checkpoint = with_plain_numpy(checkpoint.in_full(key))
     _ = checkpoint.survey  # raises UnreadableError for unsupported features
     return checkpoint
 

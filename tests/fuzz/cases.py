@@ -15,6 +15,7 @@ from typing import NamedTuple
 from torture.rows import FIXTURES
 
 from .folders import mutated_dcp, mutated_hf
+from .ggufs import mutated_gguf
 from .headers import mutated_safetensors
 from .legacy import mutated_legacy
 from .made import MADE
@@ -146,6 +147,7 @@ KINDS: dict[str, Kind] = {
     "safetensors": Kind(
         _single(mutated_safetensors), _fixtures("safetensors", lambda data: data[8:9] == b"{"), ".safetensors"
     ),
+    "gguf": Kind(_single(mutated_gguf), _fixtures("gguf", lambda data: data[:4] == b"GGUF"), ".gguf"),
     "hf": Kind(mutated_hf, _folders("hf"), ""),
     "dcp": Kind(mutated_dcp, _folders("dcp"), ""),
     "text": Kind(_single(mutated_text), _folders("text"), ".json"),

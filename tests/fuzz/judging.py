@@ -10,6 +10,7 @@ import random
 import shutil
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from .asking import Bad, Entry, Said, TooLong, ask, bounded, guarded, listed, sa
 from .cases import KINDS, Case, Files, put
 from .editing import edited
 from .finds import EDIT, LOADS, OTHER, RUNS, VALID_FAILS, Find, Verdict
+from .ggufs import judged_gguf
 from .ranks import judged_ranks
 from .reading import comparable, content, difference, error_text, load, undefined
 from .sandbox import contained
@@ -122,13 +124,13 @@ def _is_zip(path: str) -> bool:
         return file.read(2) == b"PK"
 
 
-def _tried(read: Callable[[], Any]) -> tuple[Any, str]:
+def _tried(read: Callable[[], Any], seconds: float = _SECONDS) -> tuple[Any, str]:
     """What a reader gives, or why it does not."""
     try:
-        with bounded(_SECONDS, _MEMORY):
+        with bounded(seconds, _MEMORY):
             return read(), ""
     except TooLong:
-        return None, f"took more than {_SECONDS} s"
+        return None, f"took more than {seconds:g} s"
     except Exception as error:
         # Readers refuse with any class there is.
         return None, error_text(error)
@@ -435,10 +437,15 @@ def _text(found: Input) -> Verdict:
     return Verdict(found.valid, False, ("runs code" if told else "plain",), finds)
 
 
+def _gguf(found: Input) -> Verdict:
+    return judged_gguf(found.path, found.out(".safetensors"), found.said, lambda read: _tried(read, 1))
+
+
 _JUDGES: dict[str, Callable[[Input], Verdict]] = {
     **dict.fromkeys(("zip", "pickle", "legacy"), _torch),
     "tar": _tar,
     "safetensors": _safetensors,
+    "gguf": _gguf,
     "hf": _hf,
     "dcp": _dcp,
     "text": _text,
@@ -461,6 +468,8 @@ def prepared(kind: str, folder: str) -> None:
     from .cases import bases, built
 
     warnings.simplefilter("ignore")
+    if kind == "gguf" and find_spec("gguf"):
+        import gguf  # noqa: F401
     if kind == "hf":
         import transformers.modeling_utils
         import transformers.utils.hub  # noqa: F401
@@ -489,5 +498,6 @@ _READERS: dict[str, tuple[Callable[[str], Any], ...]] = {
     "hf": (_by_transformers,),
     "dcp": (_by_dcp,),
     "safetensors": (),
+    "gguf": (),
     "text": (),
 }

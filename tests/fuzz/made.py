@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .ggufs import base
 from .texts import bases as texts
 
 
@@ -216,6 +217,9 @@ def _all() -> dict[str, Made]:
         )  # type: ignore[misc]
     found["made-few.safetensors"] = Made("safetensors", one(lambda: _safetensors(_few(), {"format": "pt"})))
     found["made-many.safetensors"] = Made("safetensors", one(lambda: _safetensors(_many())))
+    found["made-llama.gguf"] = Made("gguf", one(lambda: base("llama")))
+    found["made-other.gguf"] = Made("gguf", one(lambda: base("other", alignment=8)))
+    found["made-big.gguf"] = Made("gguf", one(lambda: base("llama", ">")))
     found["made-hf-safetensors"] = Made(
         "hf", lambda: _sharded("safetensors", lambda part: _safetensors(part, {"format": "pt"}))
     )

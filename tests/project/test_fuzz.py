@@ -42,6 +42,7 @@ def test_a_case_is_the_same_bytes_each_time(kind: str) -> None:
 CLEAN = {
     "zip": ("made-plain.pth", "made-views.pth", "made-kinds.pth", "made-shared.pth"),
     "safetensors": ("made-few.safetensors", "made-many.safetensors"),
+    "gguf": ("made-other.gguf", "made-llama.gguf"),
     "legacy": ("made-training-legacy.pth",),
 }
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import struct
 from pathlib import Path
 from typing import Any
 
+import gguf_files
 import pytest
 from command_line import say
 from remote.server import MIB, Server
@@ -71,3 +73,25 @@ def test_a_dcp_folder_takes_six_round_trips(
     said = server.slowly(lambda: say(command, "s3://bucket/dcp/"), 6)
     assert said.code == 0, said.all
     assert server.round_trips <= 6
+
+
+@pytest.mark.parametrize("command", ["keys", "inspect", "get general.name"])
+@pytest.mark.parametrize(("vocabulary", "requests"), [(0, 1), (4_000, 1), (128_000, 3)])
+def test_the_header_of_a_gguf_takes_three_requests(
+    vocabulary: int, requests: int, command: str, server: Server
+) -> None:
+    """Its vocabulary lies before the tensors, and nothing says how large it is: 8 MB in a model of today."""
+    texts = b"".join(gguf_files.text("t" * (1 + at % 11)) for at in range(vocabulary))
+    merges = b"".join(gguf_files.text("ab" * (1 + at % 7)) for at in range(2 * vocabulary))
+    arrays = {"tokenizer.ggml.tokens": (vocabulary, texts), "tokenizer.ggml.merges": (2 * vocabulary, merges)}
+    entries = [gguf_files.entry("general.name", gguf_files.STRING, gguf_files.text("n"))]
+    entries += [
+        gguf_files.entry(name, gguf_files.ARRAY, struct.pack("<IQ", gguf_files.STRING, number) + data)
+        for name, (number, data) in arrays.items()
+    ]
+    data = gguf_files.made(entries, [gguf_files.tensor("t.weight", (1 << 20,))], bytes(4 << 20))
+    server.put("bucket", "m.gguf", data)
+    name, *more = command.split()
+    said = say(name, "s3://bucket/m.gguf", *more)
+    assert said.code == 0, said.all
+    assert server.count() <= requests

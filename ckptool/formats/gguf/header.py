@@ -27,16 +27,17 @@ from ...files.sources import Source
 MAGIC: Final = b"GGUF"
 #: The most bytes of a header; vocabularies of 256,000 tokens take 15 MB.
 MAX_HEADER: Final = 256 << 20
-#: Bytes that are read first, and then at a time.
-_FIRST, _NEXT = 256 << 10, 4 << 20
+#: Bytes that are read first, then at a time, and then announced: a remote file takes a request for 4 MiB.
+_FIRST, _NEXT, _AHEAD = 256 << 10, 1 << 20, 8 << 20
 #: The most bytes of the name of an entry, by docs/gguf.md.
 _MAX_KEY: Final = 65_535
 #: Array elements up to which an array is decoded with the header.
 SHORT: Final = 1_000
 #: So many texts of fewer than 48 bytes, each behind its length: three times as fast as one after the other.
 _MANY: Final = 256
+_ZEROS: Final = rb"\0\0\0\0\0\0\0"
 _SHORT_TEXTS: Final = regex(
-    b"(?:%s){%d}" % (b"|".join(re.escape(bytes([size])) + rb"\0{7}.{%d}" % size for size in range(48)), _MANY),
+    b"(?:%s){%d}" % (b"|".join(re.escape(bytes([size])) + _ZEROS + b".{%d}" % size for size in range(48)), _MANY),
     re.DOTALL,
 )
 #: The most levels of arrays in arrays.
@@ -44,6 +45,7 @@ _MAX_DEPTH: Final = 8
 #: What llama.cpp reads at most: dimensions, and bytes of a tensor name.
 _MOST_DIMENSIONS, _LONGEST_NAME = 4, 63
 _STRING, _ARRAY = 8, 9
+_SURROGATE: Final = regex("[\ud800-\udfff]")
 #: The number formats of values by their type.
 _NUMBERS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TYPE_NAMES: Final = {
@@ -112,7 +114,7 @@ def read_header(source: Source) -> Header:
             raise reader.broken(f"the entry {quoted(name)} is in it twice", name)
         metadata[name] = reader.value(reader.number("I"), name)
     alignment = metadata.get("general.alignment", 32)
-    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1) or alignment > _NEXT:
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1) or alignment > MAX_HEADER:
         raise reader.broken(f"general.alignment is {quoted(str(alignment))}, not a power of two", "general.alignment")
     found = [reader.tensor() for _ in range(tensors)]
     return _placed(reader, version, metadata, found, alignment)
@@ -134,7 +136,10 @@ def _placed(reader: _Reader, version: int, metadata: dict[str, Any], found: list
         if len(problems) < LIMITS.listed:
             problems.append(Finding("gguf-layout", level, what, where))
 
-    data = -(-reader.at // alignment) * alignment
+    for name in (*metadata, *(each.name for each in found)):
+        if not name.isascii() and _SURROGATE.search(name):
+            note(f"the name {quoted(name)} is not UTF-8", name)
+    data = -(-(reader.base + reader.at) // alignment) * alignment
     entries, seen, expected = list[TensorEntry](), set[str](), 0
     for name, dtype, shape, size, offset in found:
         if name in seen:
@@ -175,12 +180,13 @@ def elements(source: Source, array: Array, order: str) -> list[Any]:
 
 
 class _Reader:
-    """Reads values one after the other, of a file from ``begin`` on."""
+    """Reads values one after the other, of a file from ``begin`` on. ``data`` are the bytes from ``base`` on."""
 
     def __init__(self, source: Source, order: str, begin: int = 0, end: int = -1) -> None:
         self.source, self.order, self.base, self.at = source, order, begin, 0
         self.end = source.size if end < 0 else end
         self.data = source.read(begin, min(_FIRST, self.end - begin))
+        self._announced = begin + len(self.data)
         self._structs: dict[str, Struct] = {}
 
     def broken(self, rule: str, where: str = "") -> MalformedError:
@@ -188,17 +194,21 @@ class _Reader:
         return MalformedError(what, path=self.source.name, where=where, next="it is damaged: get the file again")
 
     def need(self, size: int) -> None:
-        """Have the next ``size`` bytes in ``data``; raise MalformedError if the file ends before."""
-        end = self.at + size
-        if end <= len(self.data):
+        """Have the next ``size`` bytes in ``data``, without those before; raise MalformedError if the file ends."""
+        if self.at + size <= len(self.data):
             return
-        if self.base + end > self.end:
+        place = self.base + self.at
+        begin = max(place, self.base + len(self.data))
+        if place + size > self.end:
             raise self.broken(f"the header ends after byte {self.end:,}, within what it declares")
-        if end > MAX_HEADER:
+        if place + size > MAX_HEADER:
             raise self.broken(f"its header has more than {MAX_HEADER:,} bytes")
-        room = self.end - self.base - len(self.data)
-        self.data += self.source.read(self.base + len(self.data), min(max(end - len(self.data), _NEXT), room))
-        if end > len(self.data):
+        if begin >= self._announced:
+            self._announced = min(begin + _AHEAD, self.end)
+            self.source.prefetch([(begin, self._announced - begin)])
+        more = self.source.read(begin, min(max(place + size - begin, _NEXT), self.end - begin))
+        self.data, self.base, self.at = self.data[self.at :] + more, place, 0
+        if size > len(self.data):
             raise self.broken("it shrank while it was read")
 
     def struct(self, code: str) -> Struct:
@@ -231,12 +241,11 @@ class _Reader:
         if kind != _ARRAY:
             raise self.broken(f"the entry {quoted(name)} is of the unknown type {kind}", name)
         inner, count = self.number("I"), self.number("Q")
-        begin = self.at
-        self.skip(inner, count, 1)
-        if count <= SHORT and inner != _ARRAY:
-            self.at = begin
+        if count <= SHORT and (inner == _STRING or inner in _NUMBERS):
             return self.elements(inner, count)
-        return Array(inner, count, self.base + begin, self.base + self.at)
+        begin = self.base + self.at
+        self.skip(inner, count, 1)
+        return Array(inner, count, begin, self.base + self.at)
 
     def skip(self, kind: int, count: int, depth: int) -> None:
         """Go behind the elements of an array."""
@@ -264,14 +273,14 @@ class _Reader:
                 if at > last:
                     self.at = at
                     self.need(8)
-                    data, last = self.data, len(self.data) - 8
+                    at, data, last = self.at, self.data, len(self.data) - 8
                 at += 8 + unpack(data, at)[0]
             count -= min(count, _MANY)
         self.at = at
         self.need(0)
 
     def elements(self, kind: int, count: int) -> list[Any]:
-        """Return the next elements, of a length that ``skip`` found to be there."""
+        """Return the next elements."""
         if kind == _STRING:
             return [self.string("a text") for _ in range(count)]
         if kind == _ARRAY:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from typing import Any, Final
@@ -82,19 +82,27 @@ class GGUF(Container):
 
     @cached_property
     def graph(self) -> Graph:  # type: ignore[override]
-        return self._built(lambda array: f"[{pluralize(array.number, type_name(array.kind))}]")
+        return self._built()
 
-    def in_full(self) -> GGUF:
+    def in_full(self, key: str = "") -> GGUF:
         whole, order = copy(self), self.files[0][1].order
-        whole.graph = self._built(lambda array: elements(self.source, array, order))
+        everything = key in ("", ".")
+        whole.values = {
+            name: elements(self.source, value, order)
+            if isinstance(value, Array) and (everything or name in key)
+            else value
+            for name, value in self.values.items()
+        }
+        whole.graph = whole._built()
         return whole
 
-    def _built(self, shown: Callable[[Array], Any]) -> Graph:
-        """Return the dict of the metadata and the tensors; ``shown`` makes the value that is shown for a long array."""
+    def _built(self) -> Graph:
+        """Return the dict of the metadata and the tensors; an array that is not decoded is described by a text."""
         builder = Builder()
 
         def node(value: Any) -> Ref:
-            value = shown(value) if isinstance(value, Array) else value
+            if isinstance(value, Array):
+                value = f"[{pluralize(value.number, type_name(value.kind))}]"
             return builder.sequence([*map(node, value)]) if isinstance(value, list) else builder.constant(value)
 
         items = [(name, node(value)) for name, value in self.values.items()]
