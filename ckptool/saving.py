@@ -35,14 +35,29 @@ from .checkpoint.selection import only_one, selected
 from .edits.convert import Conversion
 from .files.archives import open_any
 from .files.downloads import expect_plan
-from .files.sources import FilePath, FolderPlan, FolderSource, MemberSource, Plan, SliceSource, Source
+from .files.folders import open_folder
+from .files.sources import (
+    FilePath,
+    FileSource,
+    FolderPlan,
+    FolderSource,
+    HeaderPlan,
+    MemberSource,
+    Plan,
+    SliceSource,
+    Source,
+    open_source,
+)
 from .files.write.copying import rehearse
+from .files.write.headers import journal_of, read_journal, replace_header, restore_header, versions_of
 from .files.write.in_place import append, check_idle, shorten
 from .files.write.output import check_folder_target, check_output, output_exists, write_file, write_folder
 from .files.write.space import Shortage, can_reclaim, free_bytes, shortage, whole_blocks
 from .files.zips.reader import read_archive
 from .files.zips.versions import RECLAIMED, Version, is_leftover_growth, read_note, versions
+from .formats import read_container
 from .formats.losses import Promise
+from .formats.names.hf import is_index, renamed_in_index
 from .formats.opening import CheckpointOrPath, file_of, open_checkpoint, path_text, takes_path
 from .formats.planning import in_place_of, parts_of, plan_of, promise_in_place, promise_of, refuse_step_file
 from .formats.readback import check_file, check_folder
@@ -67,7 +82,8 @@ class Saved(NamedTuple):
     counts the new bytes, and ``unused_bytes`` the bytes of dropped storages, which stay in the file. After a dry run,
     ``shortage`` says why the output would not fit on the disk ("" if it would). ``reclaimed`` counts the bytes that
     were returned to the disk, or would be after a dry run; it is None if the edit can be undone. ``traffic``
-    counts what is read from or written to remote storage; it is None if nothing is.
+    counts what is read from or written to remote storage; it is None if nothing is. ``journal`` is the path of the file
+    that holds the old header after an edit of a header in place, otherwise "".
 
     >>> saved = ckptool.save(ckptool.strip_module("training.pth"), "saved.pth")
     >>> saved.path, saved.exact
@@ -83,6 +99,7 @@ class Saved(NamedTuple):
     shortage: str = ""
     reclaimed: int | None = None
     traffic: Traffic | None = None
+    journal: str = ""
 
 
 # -- a new file
@@ -210,7 +227,9 @@ def _shortage(checkpoint: Checkpoint, plan: Plan | FolderPlan, path: str) -> str
         appending = in_place_of(checkpoint, "", 0).appending
     except CkptoolError:
         return short.words
-    more = 0 if appending is None else appending.size - appending.old_size
+    if isinstance(appending, HeaderPlan) and not appending.fits:
+        return short.words
+    more = 0 if appending is None or isinstance(appending, HeaderPlan) else appending.size - appending.old_size
     return f"{short.words}; {in_shell('`--in-place`')} needs {human_bytes(more)}"
 
 
@@ -231,13 +250,18 @@ def _counting(on_progress: OnProgress, total: int) -> Callable[[int], None]:
 
 
 @takes_path
-def save_in_place(checkpoint: Checkpoint, *, command: str = "", reclaim: bool = False, dry_run: bool = False) -> Saved:
+def save_in_place(
+    checkpoint: Checkpoint, *, command: str = "", reclaim: bool = False, force: bool = False, dry_run: bool = False
+) -> Saved:
     """Write an edited checkpoint into its own file: the new metadata is appended, and no tensor byte moves.
 
     This takes milliseconds for any size, is crash-safe at every instant, and ``undo`` can revert it. ``command`` is for
-    the history. With ``reclaim`` the whole blocks of dropped storages become holes once the edit is on the disk, which
+    the history. A header of safetensors is replaced where it is, and the old one kept in a file beside it; if the new
+    one needs more room, the file is written again, but only with ``force``. The index of a shard gets its new names.
+     With ``reclaim`` the whole blocks of dropped storages become holes once the edit is on the disk, which
     returns their space; then ``undo`` refuses. This needs Linux, and a filesystem that supports holes, otherwise
     RefusedError is raised.
+
 
     Raise RefusedError for legacy files, folders and members of archives, and for edits that compute new tensor bytes
     (cast, slim, average); OutputError if the file cannot be written; ReadBackError if it would not read as promised.
@@ -275,6 +299,8 @@ def save_in_place(checkpoint: Checkpoint, *, command: str = "", reclaim: bool = 
         raise
     if appending is None:
         return Saved(source.name, source.size, exact)
+    if isinstance(appending, HeaderPlan):
+        return _save_header(checkpoint, appending, source, force=force, dry_run=dry_run)
     more = appending.size - appending.old_size
     free = free_bytes(os.path.dirname(os.path.realpath(source.name)))
     words = Shortage(more, free).words if free is not None and more > free else ""
@@ -286,6 +312,45 @@ def save_in_place(checkpoint: Checkpoint, *, command: str = "", reclaim: bool = 
         freed = append(appending, source, check, given_back)
     reclaimed = freed if given_back else None
     return Saved(source.name, appending.size, exact, None, more, unused, words, reclaimed)
+
+
+def _save_header(checkpoint: Checkpoint, plan: HeaderPlan, source: FileSource, *, force: bool, dry_run: bool) -> Saved:
+    journal, size = journal_of(source.name), source.size + len(plan.new) - len(plan.old)
+    if not plan.fits:
+        if source.links > 1:
+            what = f"it must be written again, and has {source.links:,} names (hard links)"
+            raise RefusedError(what, path=source.name, next="write a new file with `-o=`")
+        if not force:
+            what = f"the new header is longer than the old one, so all {human_bytes(size)} must be written again"
+            raise RefusedError(
+                what, path=source.name, next="to do that, add `--force=`, or write a new file with `-o=`"
+            )
+    promise = promise_of(checkpoint, source.name)
+    assert promise is not None and promise.manifest is not None
+    finish = _index_writer(source.name, list(checkpoint.container.manifest()), list(promise.manifest))
+    short = None if plan.fits else shortage(plan.whole, source.name)
+    if short is not None and not dry_run:
+        raise OutputError(f"writing failed: {os.strerror(errno.ENOSPC)}: {short.words}", path=source.name)
+    if not dry_run:
+        replace_header(plan, source, partial(_check_file, checkpoint, promise), finish)
+    words = "" if short is None else short.words
+    return Saved(source.name, size, True, None if plan.fits else plan.whole, shortage=words, journal=journal)
+
+
+def _index_writer(path: str, before: Sequence[str], after: Sequence[str]) -> Callable[[], object] | None:
+    """Return a function that gives the tensors of a shard their new names in the index beside it; None without one."""
+    gone, new = ([name for name in one if name not in other] for one, other in ((before, {*after}), (after, {*before})))
+    folder, file = os.path.split(path)
+    names = open_folder(folder or os.curdir).names() if gone else ()
+    for index in sorted(filter(is_index, names)):
+        with closing(open_source(os.path.join(folder, index))) as source:
+            text = renamed_in_index(source, file, dict(zip(gone, new)))
+        if text is not None and len(gone) != len(new):
+            what = f"the edit removes tensors that {index} names"
+            raise RefusedError(what, path=path, next="edit the folder, with `-o=`")
+        if text is not None:
+            return partial(write_file, Plan((text,)), source.name, (), force=True)
+    return None
 
 
 def _check_file(checkpoint: Checkpoint, promise: Promise, staged: Source) -> None:
@@ -386,7 +451,8 @@ def history(path: CheckpointOrPath) -> HistoryReport:
     name = file_of(path)
     refuse_remote(name, _NO_VERSIONS, "")
     with closing(open_any(name)) as source:
-        oldest_first = versions(source, _end_of_versions(source))[::-1]
+        by_header = [] if source.local_file() is None else versions_of(source)
+        oldest_first = (by_header or versions(source, _end_of_versions(source)))[::-1]
     listed: list[NumberedVersion] = [
         {"version": number, **_version_facts(version)} for number, version in enumerate(oldest_first)
     ]
@@ -410,6 +476,9 @@ def undo(path: CheckpointOrPath, *, original: bool = False, dry_run: bool = Fals
             raise RefusedError(what, path=name, next=source.unpack)
         file = source.local_file()
         assert file is not None
+        if by_header := versions_of(file):
+            target, left = _undo_headers(file, by_header, original=original, dry_run=dry_run)
+            return _undo_report(source, target, by_header[: len(by_header) - 1 - left], left, dry_run)
         end = _end_of_versions(source)
         newest_first = versions(source, end)
         if end < source.size and (newest_first[0].finished or not is_leftover_growth(source, end)):
@@ -429,6 +498,10 @@ def undo(path: CheckpointOrPath, *, original: bool = False, dry_run: bool = Fals
                 raise RefusedError(what, path=source.name) from error
             if not dry_run:
                 shorten(file, target.size)
+    return _undo_report(source, target, undone, len(newest_first) - len(undone) - 1, dry_run)
+
+
+def _undo_report(source: Source, target: Version, undone: Sequence[Version], left: int, dry_run: bool) -> UndoReport:
     return {
         "schema": "ckptool.undo/1",
         "path": source.name,
@@ -436,8 +509,26 @@ def undo(path: CheckpointOrPath, *, original: bool = False, dry_run: bool = Fals
         "output_bytes": target.size,
         "dry_run": dry_run,
         "undone": [_version_facts(version) for version in undone],
-        "left": len(newest_first) - len(undone) - 1,
+        "left": left,
     }
+
+
+def _undo_headers(
+    file: FileSource, newest_first: Sequence[Version], *, original: bool, dry_run: bool
+) -> tuple[Version, int]:
+    """Undo the last edit of a header, or all of them; return the version that is restored, and how many edits stay."""
+    times = len(newest_first) - 1 if original else 1
+    for _ in range(0 if dry_run else times):
+        with closing(open_source(file.name)) as now:
+            last = read_journal(now)[1]
+            try:
+                headers = () if last is None else (last.new, last.old)
+                names = [list(read_container(last.staged(now, header)).manifest()) for header in headers if last]
+            except CkptoolError as error:
+                what = f"the former version cannot be read, so nothing is undone: {error.what}"
+                raise RefusedError(what, path=file.name) from error
+            restore_header(now, _index_writer(file.name, *names) if names else None)
+    return newest_first[times], len(newest_first) - 1 - times
 
 
 def _end_of_versions(source: Source) -> int:

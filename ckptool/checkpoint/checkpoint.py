@@ -338,6 +338,15 @@ class Checkpoint(Mapping[Any, Any], metaclass=_PublicNames):
             by_name=self.by_name or by_name,
         )
 
+    def with_texts(self, new: Mapping[str, str | None], changes: Sequence[Change]) -> Checkpoint:
+        """Return the checkpoint with new texts beside the tensors; None removes a text."""
+        texts = {name: text for name, text in {**self.metadata, **new}.items() if text is not None}
+        edited: dict[str, Any] = {"texts": texts} if texts != self.metadata else {}
+        if self.target is not None:
+            texts = {name: text for name, text in {**self.target.metadata, **new}.items() if text is not None}
+            edited["target"] = self.target._replace(metadata=texts)
+        return self.replace(changes=(*self.changes, *changes), **edited)
+
     def replace(self, **changes: Any) -> Checkpoint:
         """Return a copy with other fields; it keeps the survey if the graph is the same."""
         other = Checkpoint(**{name: value for name, value in self.__dict__.items() if name not in _CACHED} | changes)

@@ -183,6 +183,10 @@ class Container:
     others: Sequence[Graph] = ()
     #: The texts stored with the tensors, such as ``__metadata__`` of safetensors.
     metadata: Mapping[str, str] = MappingProxyType({})
+    #: Whether edits can change these texts.
+    holds_texts: bool = False
+    #: The bytes at the beginning of the file that an edit may replace where they stand; 0 if there is no such header.
+    header_size: int = 0
     shard_layout: ShardLayout = ShardLayout()
     #: What the only library that loads the folder does with it; "" if others load it, or none.
     only_loader: str = ""
@@ -320,11 +324,15 @@ class Container:
         """Return the output file with another pickle; raise RefusedError if the format is read-only."""
         raise RefusedError(f"files of the format {self.format} are read-only in ckptool")
 
+    def fitted(self, header: bytes) -> bytes:
+        """Return a new header, filled up to ``header_size`` bytes if it is shorter and the format allows that."""
+        return header
+
     def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
         """Return the plan that appends a version with another pickle; raise RefusedError if there is no room.
 
         ``keys`` are the storages in use, in the order of the pickle; ``gone`` are the storages no longer in use.
         ``edit`` describes the edit; ``time`` is in seconds since 1970.
         """
-        what = f"only zips of torch.save are edited in place, and this is of the format {self.format}"
+        what = f"zips of torch.save and safetensors are edited in place, and this is of the format {self.format}"
         raise RefusedError(what, next="write a new file with `-o=`")

@@ -156,6 +156,29 @@ class ChosenKeys:
         return self._containers[path]
 
 
+#: The path of the texts that are stored with the tensors; ``__metadata__.NAME`` is one of them.
+TEXTS: Final = "__metadata__"
+
+
+def text_names(checkpoint: Checkpoint, path: str) -> list[str] | None:
+    """Return the names of the texts stored with the tensors that a path means; None if it means something else.
+
+    ``__metadata__`` means all of them, and ``__metadata__.NAME`` one that need not exist. NAME alone means an existing
+    one, unless a tensor has that name.
+    """
+    texts, target = checkpoint.metadata, checkpoint.target
+    if not checkpoint.container.holds_texts or (target is not None and not target.metadata):
+        return None
+    if path == TEXTS:
+        return list(texts)
+    if path.startswith(f"{TEXTS}."):
+        return [path[len(TEXTS) + 1 :]]
+    if path.startswith(f"{TEXTS}["):
+        last = parse_steps(path)[-1].value
+        return [last] if isinstance(last, str) else None
+    return [path] if path in texts and all(entry.key != path for entry in checkpoint.survey.tensors) else None
+
+
 def normal_path(key: str) -> str:
     """Return the path as the survey spells it; "" and "." are the root."""
     path = ""

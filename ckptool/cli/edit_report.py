@@ -49,7 +49,8 @@ class OutputReport(TypedDict):
     files left behind, ``links`` the links that lead out of it, and ``config`` the fields of config.json that no longer
     match the weights; ``config_updated`` is true if the edit corrects them. For an edit in place, ``names`` counts the
     hard links of the file, ``unused_bytes`` the bytes of removed storages that stay in it, and ``reclaimed`` the bytes
-    that --reclaim gave back to the disk, or is None if the edit can be undone.
+    that --reclaim gave back to the disk, or is None if the edit can be undone. ``journal`` is the path of the file with
+    the old header, if the edit replaced a header.
     """
 
     output: str | None
@@ -65,6 +66,7 @@ class OutputReport(TypedDict):
     names: NotRequired[int]
     unused_bytes: NotRequired[int]
     reclaimed: NotRequired[int | None]
+    journal: NotRequired[str]
 
 
 class EditReport(OutputReport):
@@ -112,6 +114,10 @@ def edit_head(report: EditReport) -> str:
         more = human_bytes(output_size - size)
         if not report["changed"]:
             return f"{path}: {human_bytes(size)}"
+        if "journal" in report:
+            rewritten = "" if size == output_size else f", and the file written again: {human_bytes(output_size)}"
+            would = "nothing is written, the header would be" if report["dry_run"] else "the header is"
+            return f"{path}: {would} replaced in place{rewritten}{_short(report)}"
         if report["dry_run"]:
             return f"{path}: nothing is written, {more} would be appended in place{_short(report)}"
         return f"{path}: edited in place, {human_bytes(size)} + {more}"
@@ -222,7 +228,10 @@ def _ways_back(report: EditReport) -> list[str]:
         lines.append(f"  note: {human_bytes(reclaimed)} {given} back to the disk: there is no undo")
     elif report["unused_bytes"]:
         lines.append(f"  note: {human_bytes(report['unused_bytes'])} of dropped data stay in the file")
-    if not report["dry_run"] and reclaimed is None:
+    if not report["dry_run"] and "journal" in report:
+        lines.append(f"  note: the old header is in {clean(report['journal'])}; restore it, or delete that file")
+        lines += step_lines(undo_step(path).line)
+    elif not report["dry_run"] and reclaimed is None:
         lines.append("  note: the old version is still in the file; restore it, or write a copy without it")
         lines += [
             *step_lines(undo_step(path).line),

@@ -71,8 +71,8 @@ class EditRequest(NamedTuple):
 
 def edit_all(request: EditRequest, paths: tuple[str, ...], how: Writing) -> int:
     """Edit every input and return the worst exit code. An input that fails does not stop the others."""
-    if how.in_place and (how.output is not None or how.out_dir is not None or how.force):
-        raise click.UsageError("--in-place edits the file itself: -o, --out-dir and --force do not go with it.")
+    if how.in_place and (how.output is not None or how.out_dir is not None):
+        raise click.UsageError("--in-place edits the file itself: -o and --out-dir do not go with it.")
     if how.in_place and how.conversion != Conversion():
         raise click.UsageError("--in-place keeps the format of the file: name another output with -o.")
     if how.reclaim and not how.in_place:
@@ -299,7 +299,7 @@ def _remove_unfinished(targets: Sequence[str | None]) -> None:
 
 
 def _in_place(request: EditRequest, edited: Checkpoint, how: Writing) -> OutputReport:
-    saved = save_in_place(edited, command=request.command, reclaim=how.reclaim, dry_run=how.dry_run)
+    saved = save_in_place(edited, command=request.command, reclaim=how.reclaim, force=how.force, dry_run=how.dry_run)
     source = edited.source.local_file()
     assert source is not None
     report: OutputReport = {
@@ -313,6 +313,8 @@ def _in_place(request: EditRequest, edited: Checkpoint, how: Writing) -> OutputR
         report["shortage"] = saved.shortage
     if how.reclaim:
         report["reclaimed"] = saved.reclaimed
+    if saved.journal:
+        report["journal"] = saved.journal
     return report
 
 

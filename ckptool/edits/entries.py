@@ -1,4 +1,4 @@
-"""Edit entries: extract one as a standalone checkpoint, drop, keep, set."""
+"""Edit entries, and the texts of a header: extract one as a standalone checkpoint, drop, keep, set."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import inf, nan
 from typing import Final
 
 from ..base.errors import RefusedError, TargetError
-from ..base.globs import Globs, Patterns, is_pattern, split_globs
+from ..base.globs import REGEX, Glob, Globs, Patterns, is_pattern, split_globs
 from ..base.steps import command, suggested_output, tree_step
 from ..base.text import cut, join_limited, pluralize
 from ..checkpoint.checkpoint import Change, Checkpoint
@@ -16,7 +16,7 @@ from ..checkpoint.graph_editor import GraphEditor, used_storages
 from ..checkpoint.objects import class_name, mapping
 from ..checkpoint.paths import entries as entries_of
 from ..checkpoint.paths import joined
-from ..checkpoint.selection import dotted, lookup, new_key, selected, slot
+from ..checkpoint.selection import TEXTS, dotted, lookup, new_key, selected, slot, text_names
 from ..formats.opening import takes_path
 from ..pickles.nodes import Graph, Ref
 
@@ -64,14 +64,18 @@ def drop(
     """Drop the entries and keys that match.
 
     A pattern matches top-level entries by key, and keys of state dicts by key or by whole path; another entry goes by
-    its exact path. With ``key``, the path of a state dict, only keys in it are considered. ``include`` and ``exclude``
-    narrow the matches. A storage or object that is also used elsewhere is kept there. Raise RefusedError if a
-    pattern matches nothing.
+    its exact path. Texts of a header go by ``__metadata__.NAME``, which may be a pattern, or by their names. With
+    ``key``, the path of a state dict, only keys in it are considered. ``include`` and ``exclude`` narrow the matches. A
+    storage or object that is also used elsewhere is kept there. Raise RefusedError if a pattern matches nothing.
 
     >>> list(ckptool.drop("training.pth", ["optimizer", "*.head.*"]))
     ['epoch', 'best_mIoU', 'state_dict']
     """
     only, named = dotted(Globs(include, exclude), checkpoint), [globs] if isinstance(globs, str) else globs
+    if key is None and checkpoint.container.holds_texts:
+        checkpoint, named = _without_texts(checkpoint, named, only)
+        if not named:
+            return checkpoint
     # The path of an entry may look like a pattern for other names, as [5] does, or like one that has no meaning.
     odd = [glob for glob in named if key is None and _is_odd(glob)]
     paths = [glob for glob in odd if is_entry(checkpoint, glob)]
@@ -94,6 +98,30 @@ def drop(
     for path in (*paths, *deeper):
         edited = unset(edited, path)
     return edited
+
+
+def _without_texts(checkpoint: Checkpoint, globs: Sequence[str], only: Globs) -> tuple[Checkpoint, list[str]]:
+    """Drop the texts of the header that patterns name; return the other patterns, too.
+
+    "format" goes only by its exact name, because libraries refuse a file without it.
+    """
+    texts, gone, others = checkpoint.metadata, dict[str, str | None](), list[str]()
+    for glob in globs:
+        found = [name for name in text_names(checkpoint, glob) or () if name in texts and glob != TEXTS]
+        if not found and not glob.removeprefix(REGEX).removeprefix("^").startswith(TEXTS):
+            others.append(glob)
+            continue
+        pattern = Glob(f"{TEXTS}.*" if glob == TEXTS else glob)
+        found = found or [name for name in texts if name != "format" and pattern.matches(f"{TEXTS}.{name}")]
+        if not found:
+            what, step = f"nothing in the header matches {glob!r}", command("get", checkpoint.path, TEXTS)
+            raise RefusedError(what, path=checkpoint.path, next=step)
+        gone |= {name: None for name in found if only.match(name, f"{TEXTS}.{name}")}
+    if not gone:
+        return checkpoint, others
+    names = [f"{TEXTS}.{name}" for name in gone]
+    change = Change("drop", TEXTS, len(gone), len(texts) - len(gone), f"dropped {join_limited(names)}")
+    return checkpoint.with_texts(gone, [change._replace(path="")]), others
 
 
 def is_entry(checkpoint: Checkpoint, path: str) -> bool:
@@ -197,6 +225,8 @@ def _refuse_unmatched(checkpoint: Checkpoint, matched: Mapping[str, int]) -> Non
     tops = [entry.key for entry in survey.entries]
     # A dotted pattern means keys: the end of it could be the name of an entry that holds all weights.
     near = {glob: nearest_pattern(glob, keys if "." in glob else [*tops, *keys], paths) for glob in missing}
+    texts = checkpoint.metadata if checkpoint.container.holds_texts else ()
+    near |= {glob: f"{TEXTS}.{glob}" for glob in missing if any(map(Globs([glob]).match, texts))}
     message = f"nothing matches {join_limited([repr(glob) for glob in missing])}"
     if any("," in glob for glob in missing):
         message += "; patterns are given one by one, without commas"
@@ -275,7 +305,8 @@ def _name(graph: Graph, step: str, key: Ref) -> str:
 def set_entry(checkpoint: Checkpoint, key: str, value: Scalar) -> Checkpoint:
     """Set the scalar entry at a path, or add one to an existing mapping.
 
-    Raise RefusedError if the existing value is not a scalar, TargetError if no mapping can hold the entry.
+    ``__metadata__.NAME`` is a text of the header, and its value a string. Raise RefusedError if the existing value is
+    not a scalar, TargetError if no mapping can hold the entry.
 
     >>> ckptool.set("training.pth", "epoch", 0)["epoch"]
     0
@@ -285,6 +316,8 @@ def set_entry(checkpoint: Checkpoint, key: str, value: Scalar) -> Checkpoint:
     if not isinstance(value, Scalar):
         message = f"a {type(value).__name__} is not a scalar"
         raise TargetError(message, path=checkpoint.path, next="a number, a text, True, False or None")
+    if names := text_names(checkpoint, key):
+        return _with_text(checkpoint, key, names[0], value)
     place = slot(checkpoint, key)
     if place is None:
         raise TargetError(f"no mapping can hold {key!r}", path=checkpoint.path)
@@ -307,17 +340,33 @@ def set_entry(checkpoint: Checkpoint, key: str, value: Scalar) -> Checkpoint:
     return checkpoint.changed(editor.done(), [Change("set", key, 1, 0, summary)])
 
 
+def _with_text(checkpoint: Checkpoint, key: str, name: str, value: Scalar) -> Checkpoint:
+    if not isinstance(value, str) or key == TEXTS:
+        what = f"{key!r} holds the texts of the header" if key == TEXTS else f"{key!r} holds a text, not {value!r}"
+        raise TargetError(what, path=checkpoint.path, next=f"set {TEXTS}.NAME to a text")
+    old, path = checkpoint.metadata.get(name), f"{TEXTS}.{name}"
+    what = f"{cut(repr(old))} -> {cut(repr(value))}" if old is not None else f"added, {cut(repr(value))}"
+    change = Change("set", path, 1, 0, what)
+    change = change._replace(number=0, kept=1, what=f"it is {cut(repr(value))} already") if old == value else change
+    return checkpoint.with_texts({name: value}, [change])
+
+
+def set_spelled(checkpoint: Checkpoint, key: str, text: str) -> Checkpoint:
+    """Set the entry at a path to the scalar that a text spells; a text of a header is set to the text itself."""
+    return set_entry(checkpoint, key, as_scalar(text) if text_names(checkpoint, key) is None else text)
+
+
 def parse_globs(text: str) -> tuple[str, ...]:
     """Parse patterns separated by commas."""
     return tuple(split_globs(text))
 
 
-def parse_pair(text: str) -> dict[str, Scalar]:
+def parse_pair(text: str) -> dict[str, str]:
     """Parse ``KEY=VALUE``; raise TargetError for other texts."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise TargetError(f"{text!r} is not KEY=VALUE", next="write epoch=0")
-    return {"key": key.strip(), "value": as_scalar(value)}
+    return {"key": key.strip(), "text": value}
 
 
 def as_scalar(text: str) -> Scalar:

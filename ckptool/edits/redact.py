@@ -233,19 +233,12 @@ def _with_texts(
     checkpoint: Checkpoint, items: Sequence[PrivateItem], left: Sequence[str], kinds: Sequence[Kind]
 ) -> Checkpoint:
     """Return the checkpoint with new texts in its header and in the files beside it, and notes on what stays."""
-    texts, companions, changes = dict(checkpoint.metadata), dict(checkpoint.companions), list[Change]()
-    target, rewritten = checkpoint.target, False
+    texts, companions, changes = dict[str, str | None](), dict(checkpoint.companions), list[Change]()
     for item in items:
         assert item.holder is not None
         use, file, name, _ = item.holder
         if use == "header":
-            rewritten = True
-            for each in (texts, own := dict(target.metadata) if target else {}):
-                if name in each and item.new is None:
-                    del each[name]
-                elif name in each and item.new is not None:
-                    each[name] = item.new
-            target = target._replace(metadata=own) if target else None
+            texts[name] = item.new
         elif use == "json":
             companions[file] = (item.new or "").encode()
         elif use == "pickle" and file not in companions:
@@ -258,8 +251,7 @@ def _with_texts(
         changes.append(Change("redact", "", 0, len(left), f"something private may stay: {'; '.join(left)}"))
     if not changes:
         return checkpoint
-    edited = {"texts": texts, "target": target} if rewritten else {}
-    return checkpoint.replace(changes=(*checkpoint.changes, *changes), companions=companions, **edited)
+    return checkpoint.with_texts(texts, changes).replace(companions=companions)
 
 
 def _redacted(

@@ -533,6 +533,25 @@ class AppendPlan(NamedTuple):
         return self.old_size + len(self.body) + len(self.provisional_end)
 
 
+class HeaderPlan(NamedTuple):
+    """A new header for a file, as data. Only ``write`` executes it.
+
+    ``new`` replaces ``old``, the first bytes of the file. If their sizes differ, the file must be written again, as
+    ``whole`` says. ``edit`` describes the edit; ``time`` is in seconds since 1970.
+    """
+
+    old: bytes
+    new: bytes
+    whole: Plan
+    edit: str
+    time: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the new header goes where the old one is."""
+        return len(self.new) == len(self.old)
+
+
 def merge_pieces(pieces: Iterator[Piece] | Sequence[Piece]) -> tuple[Piece, ...]:
     """Return the same bytes in as few pieces as possible: adjacent pieces joined, empty ones removed."""
     result: list[Piece] = []

@@ -21,7 +21,17 @@ from ..checkpoint.objects import mapping
 from ..checkpoint.programs import program_of
 from ..checkpoint.tensors import TensorReader
 from ..files.folders import open_folder
-from ..files.sources import AppendPlan, ExpectedChecksum, FolderPlan, FolderSource, Plan, Source, Span, links_outside
+from ..files.sources import (
+    AppendPlan,
+    ExpectedChecksum,
+    FolderPlan,
+    FolderSource,
+    HeaderPlan,
+    Plan,
+    Source,
+    Span,
+    links_outside,
+)
 from ..pickles.nodes import Call, Dict, Graph, Ref, children
 from ..safety.storages import storage_flaws
 from . import may_be_pattern, read_folder, repickled
@@ -281,10 +291,11 @@ def _misnamed(what: str, output: str, called: str) -> RefusedError:
 
 
 class InPlace(NamedTuple):
-    """An in-place edit. ``appending`` is None if nothing changed; ``exact`` as in ``plan_of``. ``unused_bytes`` counts
-    the bytes of removed storages, which stay in the file. ``dropped`` are their places, empty if records overlap."""
+    """An in-place edit. ``appending`` is None if nothing changed, and a ``HeaderPlan`` for a format with the metadata in
+    front; ``exact`` as in ``plan_of``. ``unused_bytes`` counts the bytes of removed storages, which stay in the file.
+    ``dropped`` are their places, empty if records overlap."""
 
-    appending: AppendPlan | None
+    appending: AppendPlan | HeaderPlan | None
     exact: bool = True
     unused_bytes: int = 0
     dropped: tuple[Span, ...] = ()
@@ -304,6 +315,8 @@ def in_place_of(checkpoint: Checkpoint, edit: str, time: int) -> InPlace:
         what = f"{program.kind} is not edited in place"
     if what:
         raise RefusedError(what, path=checkpoint.path, next="write it with `-o=`")
+    if checkpoint.container.header_size:
+        return InPlace(_header_plan(checkpoint, edit, time))
     used, before = used_storages(checkpoint.graph, checkpoint.path), TensorReader(checkpoint.container.graph).storages
     gone = before.keys() - used.keys()
     data, exact = verified_pickle(checkpoint)
@@ -311,6 +324,18 @@ def in_place_of(checkpoint: Checkpoint, edit: str, time: int) -> InPlace:
         _refuse_discarded(checkpoint)
     appending = checkpoint.container.append(data, list(used), gone, edit, time)
     return InPlace(appending, exact, sum(before[key].nbytes for key in gone), _dropped_spans(checkpoint, gone))
+
+
+def _header_plan(checkpoint: Checkpoint, edit: str, time: int) -> HeaderPlan:
+    """Return the plan of a new header; raise RefusedError if other bytes of the file would change as well."""
+    source, size = checkpoint.source, checkpoint.container.header_size
+    planned, _ = plan_of(checkpoint)
+    rest = (Span(source, size, source.size - size),) if size < source.size else ()
+    head = planned.pieces[0] if isinstance(planned, Plan) and planned.pieces[1:] == rest else None
+    if not isinstance(planned, Plan) or not isinstance(head, bytes):
+        what = "the edit removes or moves bytes of tensors, which need a new file"
+        raise RefusedError(what, path=checkpoint.path, next="write it with `-o=`")
+    return HeaderPlan(source.read(0, size), checkpoint.container.fitted(head), planned, edit, time)
 
 
 def _dropped_spans(checkpoint: Checkpoint, gone: Collection[str]) -> tuple[Span, ...]:

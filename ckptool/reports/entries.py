@@ -28,17 +28,19 @@ from itertools import islice
 from math import isfinite, prod
 from typing import Any, Final
 
-from ..base.errors import MalformedError, RefusedError
+from ..base.errors import MalformedError, RefusedError, TargetError
+from ..base.steps import command
 from ..base.text import json_value, pluralize
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.paths import bounded, joined
-from ..checkpoint.selection import Located, lookup
+from ..checkpoint.selection import TEXTS, Located, lookup, text_names
 from ..checkpoint.tensors import Tensor
 from ..edits.sanitize.numpy_values import with_plain_numpy
 from ..files.downloads import expect_reads
 from ..files.sources import Piece
 from ..formats.opening import CheckpointOrPath, as_checkpoint
-from ..pickles.nodes import Ref
+from ..pickles.nodes import Dict, Ref
 from ..values import objects
 from ..values.elements import read_for, storage_reader
 from ..values.interpretation import Reading, excessive_repeats, interpret, numbers_in
@@ -54,7 +56,19 @@ def find_value(checkpoint: Checkpoint, key: str) -> tuple[Checkpoint, Located]:
     ``key``.
     """
     checkpoint = _plain(checkpoint, key)
-    return checkpoint, lookup(checkpoint, key)
+    names = text_names(checkpoint, key)
+    return (checkpoint, lookup(checkpoint, key)) if names is None else _texts(checkpoint, key, names)
+
+
+def _texts(checkpoint: Checkpoint, key: str, names: Sequence[str]) -> tuple[Checkpoint, Located]:
+    """Return a checkpoint that holds only the texts of the header with these names, and their place."""
+    editor, texts = GraphEditor(checkpoint.graph), checkpoint.metadata
+    if any(name not in texts for name in names):
+        step = command("get", checkpoint.path, TEXTS)
+        raise TargetError(f"the header has no text {names[0]!r}", path=checkpoint.path, next=step)
+    pairs = [(editor.add(name), editor.add(texts[name])) for name in names]
+    root = editor.add(Dict([ref for pair in pairs for ref in pair])) if key == TEXTS else pairs[0][1]
+    return checkpoint.replace(graph=editor.done(root)), Located(root, key)
 
 
 def _plain(checkpoint: Checkpoint, key: str = "") -> Checkpoint:

@@ -31,21 +31,19 @@ except ImportError:  # Windows
 _SEARCHED: Final = 15 * FILESYSTEM_BLOCK
 
 
-class _StagedFile(Source):
-    """The file as it will be after its last bytes are replaced by ``ending``, as a source."""
+class StagedFile(Source):
+    """The file as it will be after ``data`` replaces its bytes from ``begin`` to ``end``, as a source."""
 
-    def __init__(self, file: FileSource, ending: bytes) -> None:
-        self.name, self.size = file.name, file.size
-        self._file, self._ending = file, ending
-        self._at = file.size - len(ending)
+    def __init__(self, file: FileSource, begin: int, end: int, data: bytes) -> None:
+        self.name, self.size = file.name, file.size + begin - end + len(data)
+        self._file, self._data = file, data
+        self._begin, self._rest, self._more = begin, begin + len(data), begin + len(data) - end
 
     def read(self, offset: int, size: int) -> bytes:
-        data = self._file.read(offset, size)
-        if not data or offset + len(data) <= self._at:
-            return data
-        kept = data[: max(self._at - offset, 0)]
-        begin = max(offset - self._at, 0)
-        return kept + self._ending[begin : begin + len(data) - len(kept)]
+        end, rest = offset + size, max(offset, self._rest)
+        before = self._file.read(offset, min(end, self._begin) - offset)
+        data = self._data[max(offset - self._begin, 0) : max(end - self._begin, 0)]
+        return before + data + self._file.read(rest - self._more, end - rest)
 
     def close(self) -> None:
         self._file.close()
@@ -65,20 +63,21 @@ def append(
     Once the new version is on disk, the bytes in ``given_back`` become holes, which cannot be undone. Return how many
     bytes that freed.
     """
-    with _open_locked(source) as fd:
+    with open_locked(source) as fd:
         done = False
         try:
             end = append_plan.size
             for size in _growth_steps(append_plan.old_size, end):
-                _write_at(fd, size - len(append_plan.provisional_end), append_plan.provisional_end)
+                write_at(fd, size - len(append_plan.provisional_end), append_plan.provisional_end)
                 os.fsync(fd)
-            _write_at(fd, append_plan.old_size, append_plan.body)
+            write_at(fd, append_plan.old_size, append_plan.body)
             os.fsync(fd)
             if check is not None:
-                with closing(_StagedFile(open_source(source.name), append_plan.final_end)) as staged:
+                at, final = end - len(append_plan.final_end), append_plan.final_end
+                with closing(StagedFile(open_source(source.name), at, end, final)) as staged:
                     check(staged)
             done = True
-            _write_at(fd, end - len(append_plan.final_end), append_plan.final_end)
+            write_at(fd, end - len(append_plan.final_end), append_plan.final_end)
             os.fsync(fd)
         except BaseException:
             _roll_back(fd, append_plan.old_size, source.name, done)
@@ -104,7 +103,7 @@ def shorten(source: FileSource, size: int) -> None:
 
     Raises as ``append`` does.
     """
-    with _open_locked(source) as fd:
+    with open_locked(source) as fd:
         os.ftruncate(fd, size)
         os.fsync(fd)
 
@@ -120,7 +119,7 @@ def check_idle(source: FileSource) -> None:
 
 
 @contextmanager
-def _open_locked(source: FileSource) -> Iterator[int]:
+def open_locked(source: FileSource) -> Iterator[int]:
     """Open the file of a source for writing, and lock it; OSErrors become OutputErrors."""
     flags = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     try:
@@ -152,7 +151,8 @@ def _lock(fd: int, path: str, *, exclusively: bool = True) -> None:
         # The filesystem has no locks.
 
 
-def _write_at(fd: int, at: int, data: bytes) -> None:
+def write_at(fd: int, at: int, data: bytes) -> None:
+    """Write bytes to a file at an offset."""
     os.lseek(fd, at, os.SEEK_SET)
     write_all(fd, data)
 

@@ -73,7 +73,7 @@ class HfFolder(ShardedContainer):
         safe = weights.suffix == "safetensors"
         self.format = "hf-safetensors" if safe else "hf-torch"
         traits = safetensors_reader.TRAITS if safe else Traits(writes_as="torch", flat_names=True)
-        self.traits = traits._replace(loads="each file", sharded=True)
+        self.traits, self.holds_texts = traits._replace(loads="each file", sharded=True), safe
         index = None
         if weights.index_name:
             listing = open_listing(folder, weights.index_name, stack, f"its index, {weights.index_name},")

@@ -6,14 +6,16 @@ Sources: transformers (``modeling_utils``: which weights are loaded from a folde
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatch
 from functools import cache
 from itertools import islice
 from typing import Any, Final
 
-from ...base.errors import MalformedError
+from ...base.errors import MalformedError, RefusedError
 from ...base.lazy import regex, table
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
@@ -39,6 +41,8 @@ _SHARD: Final = regex(r"(.+)-(\d{5})-of-(\d{5})(?:\.([\w-]+))?\.(safetensors|bin
 #: One rank's pieces, written by ``HuggingFaceStorageWriter``: see ``ranks``.
 _OF_RANK: Final = regex(r"shard-\d{5}-model-")
 _INDEXED: Final = regex(r"(.+)\.(safetensors|bin)\.index(?:\.([\w-]+))?\.json\Z")
+#: A string of JSON, and the string that it has as a value.
+_STRINGS: Final = regex(r'("(?:[^"\\]|\\.)*")(?:(\s*:\s*)("(?:[^"\\]|\\.)*"))?')
 #: The most bytes of an index that are read: 100 for each of a million names.
 _MAX_INDEX: Final = 100_000_000
 
@@ -227,6 +231,28 @@ def read_index(source: Source) -> Index:
     # Some writers store the size as a float or as a string. A string counts as unknown.
     total = int(total) if isinstance(total, int | float) and 0 <= total < 1 << 63 else -1
     return Index(files, total, isinstance(metadata, dict))
+
+
+def renamed_in_index(source: Source, file: str, names: Mapping[str, str]) -> bytes | None:
+    """Return an index in which tensors of a file have their new names; everything else is unchanged, byte for byte.
+    ``names`` maps old names to new ones. Return None if the index has none of them in that file. Raises RefusedError if
+    another tensor has a new name, MalformedError as ``read_index`` does."""
+    files, index = read_index(source).files, os.path.basename(source.name)
+    moved = {old: new for old, new in names.items() if files.get(old) == file}
+    taken = next((new for new in moved.values() if new in files and new not in moved), None)
+    if taken is not None:
+        what = f"{index} names a tensor {quoted(taken)} already, in {files[taken]}"
+        raise RefusedError(what, path=source.name, next="choose another name")
+    if not moved:
+        return None
+    text = source.read(0, source.size).decode()
+
+    def renamed(match: re.Match[str]) -> str:
+        key, colon, value = match.groups()
+        name = moved.get(json.loads(key)) if value and json.loads(value) == file else None
+        return match[0] if name is None else json.dumps(name, ensure_ascii=text.isascii()) + colon + value
+
+    return _STRINGS.sub(renamed, text).encode()
 
 
 def _broken(path: str, rule: str) -> MalformedError:

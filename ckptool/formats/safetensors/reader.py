@@ -63,10 +63,12 @@ class Safetensors(Container):
     format = "safetensors"
     traits = TRAITS
     load_rule = load_rule
+    holds_texts = True
 
     def __init__(self, source: Source, *, cut: bool = False) -> None:
         self.source = source
         header = read_header(source, cut=cut)
+        self.header_size = 8 + int.from_bytes(source.read(0, 8), "little")
         self.metadata: Mapping[str, str] = header.metadata
         self.problems = [Finding("odd-header", "warning", text) for text in header.oddities]
         if is_piece(self.metadata):
@@ -126,12 +128,17 @@ class Safetensors(Container):
     def manifest(self, *, checked: bool = False) -> Manifest:
         return {entry.name: (entry.dtype, entry.shape) for entry in self.entries.values()}
 
+    def fitted(self, header: bytes) -> bytes:
+        """Return a header that ends with as many spaces as it takes to fill the place of the old one."""
+        text = header[8:].rstrip(b" ").ljust(self.header_size - 8)
+        return header if 8 + len(text) > self.header_size else (len(text)).to_bytes(8, "little") + text
+
     def _twin(self, *, whole: bool) -> list[Finding] | None:
         """Return the finding that the file is also a pickle, if it is; None if the bytes do not tell. Only ``whole``
         reads values to find out."""
         from .pickle_twin import names_global  # needed for one file in ten
 
-        found = names_global(self.source, 8 + int.from_bytes(self.source.read(0, 8), "little"), whole=whole)
+        found = names_global(self.source, self.header_size, whole=whole)
         what = "it is a safetensors file and a pickle at once: torch.load takes it for a pickle under other names"
         return [Finding(TWO_FORMATS, "error", what, refused=True)] if found else None if found is None else []
 

@@ -4,6 +4,8 @@ The library sorts tensors by dtype (widest first), then by name, and pads the he
 bytes (``safetensors/src/tensor.rs``, ``prepare``; the order of dtypes was determined with safetensors 0.8).
 
 An edit keeps the order of the tensors, and spells the header like the library: compact JSON with the metadata first.
+If the tensors stay as they are, the header gets more spaces, so that they move by whole blocks, which a filesystem can
+share between the two files.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from ...base.text import join_limited, quoted
 from ...checkpoint.checkpoint import Checkpoint, Target, Tied
 from ...checkpoint.survey import StateDict
 from ...checkpoint.tensors import Tensor, ViewId, extent, is_contiguous, view_id
-from ...files.sources import Piece, Plan, Span, merge_pieces
+from ...files.sources import FILESYSTEM_BLOCK, Piece, Plan, Span, merge_pieces
 from ...pickles.nodes import Ref
 from ...values.elements import tensor_size
 from ...values.interpretation import is_more, lazy_bits, rows
@@ -39,6 +41,8 @@ from ..losses import (
 from .header import MAX_HEADER, METADATA, TensorEntry, metadata_for
 
 _ALIGNMENT: Final = 8
+#: The fewest bytes of tensors for which the header is padded to whole blocks.
+_SHARED: Final = 1 << 20
 #: A torch dtype with two values per element; the format counts single values.
 _PAIRS: Final = "float4_e2m1fn_x2"
 #: The order of dtypes in a file, from last to first.
@@ -155,10 +159,14 @@ def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, s
         half = error.object[max(error.start - 40, 0) :]
         what = f"no header of safetensors holds half a surrogate pair: {quoted(half)}"
         raise RefusedError(what, path=checkpoint.path, next="give it another name with rename") from error
+    tensors = merge_pieces(pieces)
+    if checkpoint.target is None and len(tensors) == 1 and isinstance(tensors[0], Span) and tensors[0].size >= _SHARED:
+        shift = (tensors[0].offset - 8 - len(text)) % FILESYSTEM_BLOCK
+        text += b" " * (shift if shift % _ALIGNMENT == 0 else 0)
     if len(text) > MAX_HEADER:
         what = f"its header would be {len(text):,} bytes, and safetensors reads none of more than {MAX_HEADER:,}"
         raise RefusedError(what, path=checkpoint.path, next="make shards: `--max-shard-size 5GB`")
-    return Plan(merge_pieces([len(text).to_bytes(8, "little") + text, *pieces]))
+    return Plan((len(text).to_bytes(8, "little") + text, *tensors))
 
 
 def _arranged(checkpoint: Checkpoint, chosen: Chosen, in_order: bool) -> list[tuple[Named, Piece]]:

@@ -1,0 +1,231 @@
+"""Replace the header of a file where it stands, and keep the old one in a journal beside the file for ``undo``.
+
+The journal, ``FILE.ckptool-undo``, has an entry for each edit: a line of JSON, the old header and the new one. There
+are two steps, each synced before the next one starts. First the entry is written. Then one write replaces the header.
+If the process is killed or power is lost, the file has its old header, its new one, or a part of each. The journal
+holds both, so it tells which, and ``undo`` restores the old one.
+
+A header of another size does not go there: the file is written again beside itself, and renamed. Then ``undo`` writes
+it once more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from typing import Final
+
+from ...base.errors import CkptoolError, OutputError, RefusedError
+from ...base.records import NamedTuple
+from ...base.steps import argument, undo_step
+from ..sources import FileSource, HeaderPlan, Plan, Source, Span, open_source
+from ..zips.versions import EditNote, Version
+from .copying import as_output_failure
+from .in_place import StagedFile, open_locked, write_at
+from .output import sync_folder, write_file
+from .planned import Check
+
+#: The suffix of a journal.
+JOURNAL: Final = ".ckptool-undo"
+#: The most bytes of an entry's line and of a header, and the most entries. More are of no edit.
+_LINE, _HEADER, _ENTRIES = 4096, 1 << 28, 10_000
+
+
+class Entry(NamedTuple):
+    """An edit in a journal. ``begin`` and ``at`` are the offsets of its line and of the old header. ``old`` and ``new``
+    are the sizes of the headers in bytes, ``crc`` is the CRC-32 of both."""
+
+    begin: int
+    at: int
+    old: int
+    new: int
+    crc: int
+    edit: str
+    time: int
+
+
+class LastEdit(NamedTuple):
+    """The last edit in a journal: its entry, its old and its new header. ``state`` says which one the file has: "old",
+    "new", a "part" of each, or "other" if another program wrote the file since."""
+
+    entry: Entry
+    old: bytes
+    new: bytes
+    state: str
+
+    def staged(self, source: FileSource, header: bytes) -> Source:
+        """Return the file as it is with another header."""
+        return StagedFile(source, 0, len(self.old if self.state == "old" else self.new), header)
+
+
+def journal_of(path: str) -> str:
+    """Return the path of the journal of a file; a link has the journal of its target."""
+    return (os.path.realpath(path) if os.path.islink(path) else path) + JOURNAL
+
+
+def _entries(journal: Source) -> Iterator[Entry]:
+    at = 0
+    while at < journal.size and (line := journal.read(at, _LINE).partition(b"\n"))[1]:
+        try:
+            old, new, crc, edit, time = json.loads(line[0])
+        except (ValueError, TypeError, RecursionError):
+            return
+        begin, at = at, at + len(line[0]) + 1
+        numbers = all(type(value) is int and value >= 0 for value in (old, new, crc, time))
+        if not numbers or type(edit) is not str or max(old, new) > _HEADER or at + old + new > journal.size:
+            return  # a killed run did not finish it, so it did not touch the file
+        yield Entry(begin, at, old, new, crc, edit, time)
+        at += old + new
+
+
+def read_journal(source: Source) -> tuple[list[Entry], LastEdit | None]:
+    """Return the edits of a file whose header was edited in place, oldest first, and the last one with its headers.
+
+    Without a journal there is none.
+    """
+    path = journal_of(source.name)
+    if not os.path.lexists(path):
+        return [], None
+    with closing(open_source(path)) as journal:
+        entries = [entry for entry, _ in zip(_entries(journal), range(_ENTRIES))]
+        while entries:
+            last = entries[-1]
+            both = journal.read(last.at, last.old + last.new)
+            if zlib.crc32(both) == last.crc:
+                old, new = both[: last.old], both[last.old :]
+                return entries, LastEdit(last, old, new, _state(source, old, new))
+            entries.pop()
+    return [], None
+
+
+def _state(source: Source, old: bytes, new: bytes) -> str:
+    there = source.read(0, max(len(old), len(new)))
+    if there.startswith(new):
+        return "new"
+    if there.startswith(old):
+        return "old"
+    is_part = len(old) == len(new) == len(there) and all(byte in pair for byte, *pair in zip(there, old, new))
+    return "part" if is_part else "other"
+
+
+def versions_of(source: Source) -> list[Version]:
+    """Return every version of a file whose header was edited in place, the newest first; [] without such an edit."""
+    entries, last = read_journal(source)
+    if last is None or last.state == "other":
+        return []
+    # A file with its old header is as large as before the last edit, which is then not finished.
+    size = source.size + (last.entry.new - last.entry.old if last.state == "old" else 0)
+    result = []
+    for entry in reversed(entries):
+        finished = entry is not last.entry or last.state == "new"
+        result.append(Version(size, EditNote(0, entry.crc, entry.edit, entry.time), finished))
+        size += entry.old - entry.new
+    return [*result, Version(size, None)]
+
+
+@as_output_failure()
+def replace_header(
+    plan: HeaderPlan, source: FileSource, check: Check | None = None, finish: Callable[[], object] | None = None
+) -> None:
+    """Give the file of ``source`` the new header of a plan; the journal beside it gets the old one.
+
+    ``check`` is called first, with the file as it will be; it raises ReadBackError if the file is wrong. ``finish`` is
+    called once the new header is on the disk. Raises OutputError if something cannot be written, RefusedError if
+    another process edits the file or an edit of it was not finished, ChangedError if it changed since it was read.
+    After an error the file has its old header.
+    """
+    _, last = read_journal(source)
+    if last is not None and last.state == "part":
+        what = "an edit in place was not finished: a part of the header is old"
+        raise RefusedError(what, path=source.name, next=undo_step(source.name))
+    kept = 0
+    if last is not None and last.state != "other":
+        kept = last.entry.begin if last.state == "old" else last.entry.at + last.entry.old + last.entry.new
+    both = plan.old + plan.new
+    line = json.dumps([len(plan.old), len(plan.new), zlib.crc32(both), plan.edit, plan.time])
+    with open_locked(source) as fd, _open_journal(source, kept) as journal:
+        try:
+            write_at(journal, kept, line.encode() + b"\n" + both)
+            os.fsync(journal)
+            sync_folder(os.path.dirname(journal_of(source.name)))
+            if plan.fits:
+                if check is not None:
+                    with closing(StagedFile(open_source(source.name), 0, len(plan.old), plan.new)) as staged:
+                        check(staged)
+                write_at(fd, 0, plan.new)
+                os.fsync(fd)
+            else:
+                write_file(plan.whole, source.name, (), force=True, check=check)
+            if finish is not None:
+                finish()
+        except BaseException:
+            _roll_back(fd, plan, source)
+            _forget(journal, source, kept)
+            raise
+
+
+def _roll_back(fd: int, plan: HeaderPlan, source: FileSource) -> None:
+    try:
+        if not plan.fits:
+            with closing(open_source(source.name)) as now:
+                if now.read(0, len(plan.old)) != plan.old:
+                    raise OutputError("the file was written again already")
+        elif os.lseek(fd, 0, os.SEEK_SET) == 0 and os.read(fd, len(plan.old)) != plan.old:
+            write_at(fd, 0, plan.old)
+            os.fsync(fd)
+    except (OSError, CkptoolError) as error:
+        what = f"a failed edit cannot be taken back ({error}): the header may be the new one, or a part of it"
+        raise OutputError(what, path=source.name, next=undo_step(source.name)) from error
+
+
+@as_output_failure()
+def restore_header(source: FileSource, finish: Callable[[], object] | None = None) -> None:
+    """Undo the last edit in the journal of a file: give it the old header, and take the entry off the journal.
+
+    ``finish`` is called once the old header is on the disk. Raises the same errors as ``replace_header``, RefusedError
+    also if another program wrote the file since. A killed run leaves a file that this function restores.
+    """
+    _, last = read_journal(source)
+    if last is None or last.state == "other":
+        what = f"its header is not the one in {os.path.basename(journal_of(source.name))}: it was written again since"
+        step = f"if the edits before need no undo: rm {argument(journal_of(source.name))}"
+        raise RefusedError(what, path=source.name, next=step)
+    begin, old, new = last.entry.begin, last.old, last.new
+    with open_locked(source) as fd, _open_journal(source, last.entry.at + len(old) + len(new)) as journal:
+        if last.state != "old" and len(old) == len(new):
+            write_at(fd, 0, old)
+            os.fsync(fd)
+        elif last.state != "old":
+            rest = Span(source, len(new), source.size - len(new))
+            write_file(Plan((old, rest) if rest.size else (old,)), source.name, (), force=True)
+        if finish is not None:
+            finish()
+        _forget(journal, source, begin)
+
+
+@contextmanager
+def _open_journal(source: FileSource, size: int) -> Iterator[int]:
+    """Open the journal of a file for writing, cut to ``size`` bytes; it has the mode of the file."""
+    path = journal_of(source.name)
+    # A link under this name could lead to any file.
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+    fd = os.open(path, flags | getattr(os, "O_BINARY", 0), os.fstat(source.fd).st_mode & 0o666)
+    try:
+        os.ftruncate(fd, size)
+        yield fd
+    finally:
+        with suppress(OSError):  # fsync has already reported write errors
+            os.close(fd)
+
+
+def _forget(journal: int, source: FileSource, size: int) -> None:
+    """Cut a journal to ``size`` bytes; remove an empty one."""
+    path = journal_of(source.name)
+    os.ftruncate(journal, size)
+    os.fsync(journal)
+    if not size:
+        os.unlink(path)
+        sync_folder(os.path.dirname(path))
