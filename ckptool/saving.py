@@ -15,6 +15,7 @@ from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from .base import lazy
 from .base.addresses import conceal, is_remote
 from .base.errors import (
     CkptoolError,
@@ -35,7 +36,6 @@ from .checkpoint.selection import only_one, selected
 from .edits.convert import Conversion
 from .files.archives import open_any
 from .files.downloads import expect_plan
-from .files.folders import open_folder
 from .files.sources import (
     FilePath,
     FileSource,
@@ -46,18 +46,14 @@ from .files.sources import (
     Plan,
     SliceSource,
     Source,
-    open_source,
 )
 from .files.write.copying import rehearse
-from .files.write.headers import journal_of, read_journal, replace_header, restore_header, versions_of
 from .files.write.in_place import append, check_idle, shorten
 from .files.write.output import check_folder_target, check_output, output_exists, write_file, write_folder
 from .files.write.space import Shortage, can_reclaim, free_bytes, shortage, whole_blocks
 from .files.zips.reader import read_archive
 from .files.zips.versions import RECLAIMED, Version, is_leftover_growth, read_note, versions
-from .formats import read_container
 from .formats.losses import Promise
-from .formats.names.hf import is_index, renamed_in_index
 from .formats.opening import CheckpointOrPath, file_of, open_checkpoint, path_text, takes_path
 from .formats.planning import in_place_of, parts_of, plan_of, promise_in_place, promise_of, refuse_step_file
 from .formats.readback import check_file, check_folder
@@ -315,42 +311,18 @@ def save_in_place(
 
 
 def _save_header(checkpoint: Checkpoint, plan: HeaderPlan, source: FileSource, *, force: bool, dry_run: bool) -> Saved:
-    journal, size = journal_of(source.name), source.size + len(plan.new) - len(plan.old)
-    if not plan.fits:
-        if source.links > 1:
-            what = f"it must be written again, and has {source.links:,} names (hard links)"
-            raise RefusedError(what, path=source.name, next="write a new file with `-o=`")
-        if not force:
-            what = f"the new header is longer than the old one, so all {human_bytes(size)} must be written again"
-            raise RefusedError(
-                what, path=source.name, next="to do that, add `--force=`, or write a new file with `-o=`"
-            )
+    from .formats.headers import header_writer  # most files have no header to replace
+
     promise = promise_of(checkpoint, source.name)
     assert promise is not None and promise.manifest is not None
-    finish = _index_writer(source.name, list(checkpoint.container.manifest()), list(promise.manifest))
+    write, journal = header_writer(plan, source, list(checkpoint.container.manifest()), list(promise.manifest), force)
     short = None if plan.fits else shortage(plan.whole, source.name)
     if short is not None and not dry_run:
         raise OutputError(f"writing failed: {os.strerror(errno.ENOSPC)}: {short.words}", path=source.name)
     if not dry_run:
-        replace_header(plan, source, partial(_check_file, checkpoint, promise), finish)
-    words = "" if short is None else short.words
-    return Saved(source.name, size, True, None if plan.fits else plan.whole, shortage=words, journal=journal)
-
-
-def _index_writer(path: str, before: Sequence[str], after: Sequence[str]) -> Callable[[], object] | None:
-    """Return a function that gives the tensors of a shard their new names in the index beside it; None without one."""
-    gone, new = ([name for name in one if name not in other] for one, other in ((before, {*after}), (after, {*before})))
-    folder, file = os.path.split(path)
-    names = open_folder(folder or os.curdir).names() if gone else ()
-    for index in sorted(filter(is_index, names)):
-        with closing(open_source(os.path.join(folder, index))) as source:
-            text = renamed_in_index(source, file, dict(zip(gone, new)))
-        if text is not None and len(gone) != len(new):
-            what = f"the edit removes tensors that {index} names"
-            raise RefusedError(what, path=path, next="edit the folder, with `-o=`")
-        if text is not None:
-            return partial(write_file, Plan((text,)), source.name, (), force=True)
-    return None
+        write(partial(_check_file, checkpoint, promise))
+    size = source.size + len(plan.new) - len(plan.old)
+    return Saved(source.name, size, True, shortage=short.words if short else "", journal=journal)
 
 
 def _check_file(checkpoint: Checkpoint, promise: Promise, staged: Source) -> None:
@@ -451,8 +423,7 @@ def history(path: CheckpointOrPath) -> HistoryReport:
     name = file_of(path)
     refuse_remote(name, _NO_VERSIONS, "")
     with closing(open_any(name)) as source:
-        by_header = [] if source.local_file() is None else versions_of(source)
-        oldest_first = (by_header or versions(source, _end_of_versions(source)))[::-1]
+        oldest_first = (_of_header(source) or versions(source, _end_of_versions(source)))[::-1]
     listed: list[NumberedVersion] = [
         {"version": number, **_version_facts(version)} for number, version in enumerate(oldest_first)
     ]
@@ -476,9 +447,11 @@ def undo(path: CheckpointOrPath, *, original: bool = False, dry_run: bool = Fals
             raise RefusedError(what, path=name, next=source.unpack)
         file = source.local_file()
         assert file is not None
-        if by_header := versions_of(file):
-            target, left = _undo_headers(file, by_header, original=original, dry_run=dry_run)
-            return _undo_report(source, target, by_header[: len(by_header) - 1 - left], left, dry_run)
+        if newest_first := _of_header(file):
+            times = len(newest_first) - 1 if original else 1
+            for _ in range(0 if dry_run else times):
+                lazy.module("formats.headers").undo_header(file.name)
+            return _undo_report(source, newest_first, times, dry_run)
         end = _end_of_versions(source)
         newest_first = versions(source, end)
         if end < source.size and (newest_first[0].finished or not is_leftover_growth(source, end)):
@@ -498,37 +471,25 @@ def undo(path: CheckpointOrPath, *, original: bool = False, dry_run: bool = Fals
                 raise RefusedError(what, path=source.name) from error
             if not dry_run:
                 shorten(file, target.size)
-    return _undo_report(source, target, undone, len(newest_first) - len(undone) - 1, dry_run)
+    return _undo_report(source, newest_first, len(undone), dry_run)
 
 
-def _undo_report(source: Source, target: Version, undone: Sequence[Version], left: int, dry_run: bool) -> UndoReport:
+def _of_header(source: Source) -> list[Version]:
+    """Return the versions of a file whose header was edited in place, the newest first; [] for any other file."""
+    found: list[Version] = [] if source.local_file() is None else lazy.module("files.write.headers").versions_of(source)
+    return found
+
+
+def _undo_report(source: Source, newest_first: Sequence[Version], times: int, dry_run: bool) -> UndoReport:
     return {
         "schema": "ckptool.undo/1",
         "path": source.name,
         "bytes": source.size,
-        "output_bytes": target.size,
+        "output_bytes": newest_first[times].size,
         "dry_run": dry_run,
-        "undone": [_version_facts(version) for version in undone],
-        "left": left,
+        "undone": [_version_facts(version) for version in newest_first[:times]],
+        "left": len(newest_first) - times - 1,
     }
-
-
-def _undo_headers(
-    file: FileSource, newest_first: Sequence[Version], *, original: bool, dry_run: bool
-) -> tuple[Version, int]:
-    """Undo the last edit of a header, or all of them; return the version that is restored, and how many edits stay."""
-    times = len(newest_first) - 1 if original else 1
-    for _ in range(0 if dry_run else times):
-        with closing(open_source(file.name)) as now:
-            last = read_journal(now)[1]
-            try:
-                headers = () if last is None else (last.new, last.old)
-                names = [list(read_container(last.staged(now, header)).manifest()) for header in headers if last]
-            except CkptoolError as error:
-                what = f"the former version cannot be read, so nothing is undone: {error.what}"
-                raise RefusedError(what, path=file.name) from error
-            restore_header(now, _index_writer(file.name, *names) if names else None)
-    return newest_first[times], len(newest_first) - 1 - times
 
 
 def _end_of_versions(source: Source) -> int:

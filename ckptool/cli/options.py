@@ -178,10 +178,12 @@ dequantized_option = flag("--dequantized", help="Take the plain values of quanti
 no_values_option = flag("--no-values", help="Do not read tensor values.")
 strict_option = flag("--strict", help="Fail on warnings and on data that is left out.")
 quiet_option = flag("-q", "--quiet", help="Print errors only.")
-force_option = flag("--force", help="Replace an existing output; with --in-place, write the file again if it must be.")
+force_option = flag("--force", help="Replace an existing output.")
 dry_run_option = flag("--dry-run", help="Show what would be done; write nothing.")
 reclaim_option = flag("--reclaim", help="With --in-place: free the dropped bytes on the disk; undo is then impossible.")
-in_place_option = flag("--in-place", help="Edit the file itself, reversible with ckptool undo.")
+in_place_option = flag(
+    "--in-place", help="Edit the file itself, reversible with ckptool undo; --force: also by a rewrite."
+)
 model_option = click.option(
     "--model",
     metavar="MODULE:CALLABLE",

@@ -16,7 +16,7 @@ from ..base.map_location import MapLocation, parse_map_location
 from ..base.records import NamedTuple
 from ..base.steps import as_step, command
 from ..base.suffixes import CHECKPOINTS, SAFETENSORS
-from ..base.text import cut, human_bytes, pluralize, shape_text, shortened
+from ..base.text import cut, human_bytes, join_limited, pluralize, shape_text, shortened
 from ..checkpoint.checkpoint import file_mode
 from ..checkpoint.selection import select_entries
 from ..checkpoint.survey import Survey, TensorEntry
@@ -209,8 +209,10 @@ def _listed(path: str, *, how: dict[str, Any], names: bool, several: bool, style
     elif style == "table":
         parts = sections(survey, entries, sizes, together=how["everything"] and how["sort"] != "file")
         rest = 0 if how["everything"] else len(survey.tensors) - len(entries)
+        texts = checkpoint.metadata if checkpoint.container.holds_texts else ()
+        more = [f"metadata: {clean(join_limited(list(texts), most=6))}"] if texts and not how["globs"] else []
         del survey, entries, checkpoint  # the text reuses their memory
-        text = "\n".join([clean(path)] * several + [drawn(parts, rest)])
+        text = "\n".join([clean(path)] * several + [drawn(parts, rest), *more])
     else:
         rows = [((path,) if several else ()) + _cells(survey, entry) for entry in entries]
     return Answer(FileVerdict(path, "listed", 0), text, tuple(rows), tuple(remarks))

@@ -20,6 +20,8 @@ from ..base.steps import command
 FilePath: TypeAlias = str | os.PathLike[str]
 #: Bytes of a block, the unit that filesystems share between files; the page size on most systems.
 FILESYSTEM_BLOCK: Final = 4096
+#: The suffix of the file beside another one that has its former header, after an edit in place.
+JOURNAL: Final = ".ckptool-undo"
 #: The bytes at the start of a file that are read at once and kept.
 _START: Final = FILESYSTEM_BLOCK
 #: A file of at most so many bytes is read at once and kept: fewer calls of the system save more time than bytes do.

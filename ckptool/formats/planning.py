@@ -291,9 +291,9 @@ def _misnamed(what: str, output: str, called: str) -> RefusedError:
 
 
 class InPlace(NamedTuple):
-    """An in-place edit. ``appending`` is None if nothing changed, and a ``HeaderPlan`` for a format with the metadata in
-    front; ``exact`` as in ``plan_of``. ``unused_bytes`` counts the bytes of removed storages, which stay in the file.
-    ``dropped`` are their places, empty if records overlap."""
+    """An in-place edit. ``appending`` is None if nothing changed, and a ``HeaderPlan`` for a format that has its
+    metadata in front; ``exact`` as in ``plan_of``. ``unused_bytes`` counts the bytes of removed storages, which stay in
+    the file. ``dropped`` are their places, empty if records overlap."""
 
     appending: AppendPlan | HeaderPlan | None
     exact: bool = True

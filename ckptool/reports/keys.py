@@ -69,12 +69,13 @@ class TensorReport(_Dense, ShardingFields):
 
 
 class KeysReport(TypedDict):
-    """The report of ``keys``, schema ``ckptool.keys/1``."""
+    """The report of ``keys``, schema ``ckptool.keys/1``. ``metadata`` has the texts stored with the tensors."""
 
     schema: Literal["ckptool.keys/1"]
     path: str
     listed: int
     in_file: int
+    metadata: dict[str, str]
     tensors: list[TensorReport]
 
 
@@ -86,6 +87,7 @@ def keys_report(checkpoint: Checkpoint, entries: Sequence[TensorEntry]) -> KeysR
         "path": checkpoint.path,
         "listed": len(entries),
         "in_file": len(survey.tensors) + survey.unlisted,
+        "metadata": dict(checkpoint.metadata),
         "tensors": [tensor_report(survey, entry) for entry in entries],
     }
 

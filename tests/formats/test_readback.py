@@ -342,7 +342,7 @@ def test_an_edit_in_place_that_reads_otherwise(
     path = tmp_path / "in.pth"
     shutil.copyfile(inputs / "in.pth", path)
     before = path.read_bytes()
-    real = in_place._write_at
+    real = in_place.write_at
 
     def broken(fd: int, at: int, data: bytes) -> None:
         mark = {"pickle": b"epoch", "directory": b"PK\x01\x02"}.get(where, b"\0none")
@@ -358,7 +358,7 @@ def test_an_edit_in_place_that_reads_otherwise(
         monkeypatch.setattr(
             repickled, "encode", lambda graph: data if (data := encode(graph)) == whole else encode(_worse(graph))
         )
-    monkeypatch.setattr(in_place, "_write_at", broken)
+    monkeypatch.setattr(in_place, "write_at", broken)
     with ckptool.open(path) as checkpoint, pytest.raises(ReadBackError) as caught:
         ckptool.save_in_place(ckptool.strip_module(checkpoint))
     assert path.read_bytes() == before and caught.value.exit_code == 70

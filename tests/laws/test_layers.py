@@ -52,7 +52,7 @@ FORMATS: tuple[frozenset[str], ...] = (
     frozenset({"deepspeed", "fsdp", "hf", "megatron", "parts"}),
     frozenset({"dcp"}),
     frozenset({"rank_part"}),
-    frozenset({"checkpoint_search", "planning", "readback"}),
+    frozenset({"checkpoint_search", "headers", "planning", "readback"}),
     frozenset({"opening"}),
 )
 

@@ -116,7 +116,7 @@ def test_whatever_fails_the_file_loads(at: str, training: Path, monkeypatch: pyt
     with ckptool.open(training) as checkpoint:
         edited = ckptool.drop(checkpoint, ["optimizer"])
         if at == "append":
-            monkeypatch.setattr(in_place, "_write_at", full)
+            monkeypatch.setattr(in_place, "write_at", full)
             with pytest.raises(OutputError):
                 ckptool.save_in_place(edited, reclaim=True)
             assert training.read_bytes() == before

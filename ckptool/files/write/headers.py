@@ -2,8 +2,9 @@
 
 The journal, ``FILE.ckptool-undo``, has an entry for each edit: a line of JSON, the old header and the new one. There
 are two steps, each synced before the next one starts. First the entry is written. Then one write replaces the header.
-If the process is killed or power is lost, the file has its old header, its new one, or a part of each. The journal
-holds both, so it tells which, and ``undo`` restores the old one.
+A header of more than a block could be written in part: so its first bytes are replaced by a mark that no reader takes
+for a header, and are written last. If the process is killed or power is lost, the file has its old header, its new one,
+or the mark, and ``undo`` restores the old one.
 
 A header of another size does not go there: the file is written again beside itself, and renamed. Then ``undo`` writes
 it once more.
@@ -21,17 +22,19 @@ from typing import Final
 from ...base.errors import CkptoolError, OutputError, RefusedError
 from ...base.records import NamedTuple
 from ...base.steps import argument, undo_step
-from ..sources import FileSource, HeaderPlan, Plan, Source, Span, open_source
+from ..sources import FILESYSTEM_BLOCK, JOURNAL, FileSource, HeaderPlan, Plan, Source, Span, open_source
 from ..zips.versions import EditNote, Version
 from .copying import as_output_failure
 from .in_place import StagedFile, open_locked, write_at
 from .output import sync_folder, write_file
 from .planned import Check
 
-#: The suffix of a journal.
-JOURNAL: Final = ".ckptool-undo"
 #: The most bytes of an entry's line and of a header, and the most entries. More are of no edit.
 _LINE, _HEADER, _ENTRIES = 4096, 1 << 28, 10_000
+
+
+#: What a header begins with while the rest of it is replaced.
+MARK: Final = b"\xff" * 8
 
 
 class Entry(NamedTuple):
@@ -107,7 +110,9 @@ def _state(source: Source, old: bytes, new: bytes) -> str:
         return "new"
     if there.startswith(old):
         return "old"
-    is_part = len(old) == len(new) == len(there) and all(byte in pair for byte, *pair in zip(there, old, new))
+    at = len(MARK) if there.startswith(MARK) else 0
+    pairs = zip(there[at:], old[at:], new[at:])
+    is_part = len(old) == len(new) == len(there) and all(byte in pair for byte, *pair in pairs)
     return "part" if is_part else "other"
 
 
@@ -128,14 +133,14 @@ def versions_of(source: Source) -> list[Version]:
 
 @as_output_failure()
 def replace_header(
-    plan: HeaderPlan, source: FileSource, check: Check | None = None, finish: Callable[[], object] | None = None
+    plan: HeaderPlan, source: FileSource, check: Check | None = None, finish: Callable[[bool], object] | None = None
 ) -> None:
     """Give the file of ``source`` the new header of a plan; the journal beside it gets the old one.
 
     ``check`` is called first, with the file as it will be; it raises ReadBackError if the file is wrong. ``finish`` is
-    called once the new header is on the disk. Raises OutputError if something cannot be written, RefusedError if
-    another process edits the file or an edit of it was not finished, ChangedError if it changed since it was read.
-    After an error the file has its old header.
+    called with True once the new header is on the disk, and with False to take that back. Raises OutputError if
+    something cannot be written, RefusedError if another process edits the file or an edit of it was not finished,
+    ChangedError if it changed since it was read. After an error the file has its old header.
     """
     _, last = read_journal(source)
     if last is not None and last.state == "part":
@@ -150,43 +155,55 @@ def replace_header(
         try:
             write_at(journal, kept, line.encode() + b"\n" + both)
             os.fsync(journal)
-            sync_folder(os.path.dirname(journal_of(source.name)))
+            sync_folder(os.path.dirname(journal_of(source.name)) or os.curdir)
             if plan.fits:
                 if check is not None:
                     with closing(StagedFile(open_source(source.name), 0, len(plan.old), plan.new)) as staged:
                         check(staged)
-                write_at(fd, 0, plan.new)
-                os.fsync(fd)
+                _put(fd, plan.new)
             else:
                 write_file(plan.whole, source.name, (), force=True, check=check)
             if finish is not None:
-                finish()
+                finish(True)
         except BaseException:
-            _roll_back(fd, plan, source)
+            _roll_back(fd, plan, source, finish)
             _forget(journal, source, kept)
             raise
 
 
-def _roll_back(fd: int, plan: HeaderPlan, source: FileSource) -> None:
+def _put(fd: int, header: bytes) -> None:
+    if len(header) <= FILESYSTEM_BLOCK:
+        write_at(fd, 0, header)
+    else:
+        write_at(fd, 0, MARK)
+        os.fsync(fd)
+        write_at(fd, len(MARK), header[len(MARK) :])
+        os.fsync(fd)
+        write_at(fd, 0, header[: len(MARK)])
+    os.fsync(fd)
+
+
+def _roll_back(fd: int, plan: HeaderPlan, source: FileSource, finish: Callable[[bool], object] | None) -> None:
     try:
         if not plan.fits:
             with closing(open_source(source.name)) as now:
                 if now.read(0, len(plan.old)) != plan.old:
                     raise OutputError("the file was written again already")
         elif os.lseek(fd, 0, os.SEEK_SET) == 0 and os.read(fd, len(plan.old)) != plan.old:
-            write_at(fd, 0, plan.old)
-            os.fsync(fd)
+            _put(fd, plan.old)
+            if finish is not None:
+                finish(False)
     except (OSError, CkptoolError) as error:
         what = f"a failed edit cannot be taken back ({error}): the header may be the new one, or a part of it"
         raise OutputError(what, path=source.name, next=undo_step(source.name)) from error
 
 
 @as_output_failure()
-def restore_header(source: FileSource, finish: Callable[[], object] | None = None) -> None:
+def restore_header(source: FileSource, finish: Callable[[bool], object] | None = None) -> None:
     """Undo the last edit in the journal of a file: give it the old header, and take the entry off the journal.
 
-    ``finish`` is called once the old header is on the disk. Raises the same errors as ``replace_header``, RefusedError
-    also if another program wrote the file since. A killed run leaves a file that this function restores.
+    ``finish`` is called with True once the old header is on the disk. Raises the same errors as ``replace_header``,
+    RefusedError also if another program wrote the file since. A killed run leaves a file that this function restores.
     """
     _, last = read_journal(source)
     if last is None or last.state == "other":
@@ -196,13 +213,12 @@ def restore_header(source: FileSource, finish: Callable[[], object] | None = Non
     begin, old, new = last.entry.begin, last.old, last.new
     with open_locked(source) as fd, _open_journal(source, last.entry.at + len(old) + len(new)) as journal:
         if last.state != "old" and len(old) == len(new):
-            write_at(fd, 0, old)
-            os.fsync(fd)
+            _put(fd, old)
         elif last.state != "old":
             rest = Span(source, len(new), source.size - len(new))
             write_file(Plan((old, rest) if rest.size else (old,)), source.name, (), force=True)
         if finish is not None:
-            finish()
+            finish(True)
         _forget(journal, source, begin)
 
 
@@ -224,8 +240,9 @@ def _open_journal(source: FileSource, size: int) -> Iterator[int]:
 def _forget(journal: int, source: FileSource, size: int) -> None:
     """Cut a journal to ``size`` bytes; remove an empty one."""
     path = journal_of(source.name)
-    os.ftruncate(journal, size)
-    os.fsync(journal)
-    if not size:
+    if size:
+        os.ftruncate(journal, size)
+        os.fsync(journal)
+    else:
         os.unlink(path)
-        sync_folder(os.path.dirname(path))
+        sync_folder(os.path.dirname(path) or os.curdir)
