@@ -185,8 +185,11 @@ def whole_state_dict(checkpoint: Checkpoint, target: Target, output: str) -> Sta
 def _unfit(checkpoint: Checkpoint, what: str) -> RefusedError:
     """Return the error for an edit whose result does not fit the file's format, with torch's format as the next
     step."""
-    name = suggested_output(checkpoint.path, extension=".pth")
-    return RefusedError(what, path=checkpoint.path, next=f"call it {quote(name)}")
+    step = f"call it {quote(suggested_output(checkpoint.path, extension='.pth'))}"
+    added = [change.path for change in checkpoint.changes if change.edit == "set" and change.number]
+    if checkpoint.container.holds_texts and added:
+        step = f"a text in the header is set as __metadata__.{added[-1]}; to add an entry, {step}"
+    return RefusedError(what, path=checkpoint.path, next=step)
 
 
 def entries_outside(

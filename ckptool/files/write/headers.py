@@ -87,7 +87,7 @@ def _entries(journal: Source) -> Iterator[Entry]:
 def read_journal(source: Source) -> tuple[list[Entry], LastEdit | None]:
     """Return the edits of a file whose header was edited in place, oldest first, and the last one with its headers.
 
-    Without a journal there is none.
+    Return ([], None) without a journal.
     """
     path = journal_of(source.name)
     if not os.path.lexists(path):
@@ -121,7 +121,7 @@ def versions_of(source: Source) -> list[Version]:
     entries, last = read_journal(source)
     if last is None or last.state == "other":
         return []
-    # A file with its old header is as large as before the last edit, which is then not finished.
+    # A file with its old header still has the size that it had before the last edit, which is not finished.
     size = source.size + (last.entry.new - last.entry.old if last.state == "old" else 0)
     result = []
     for entry in reversed(entries):
