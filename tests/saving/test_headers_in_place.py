@@ -172,7 +172,7 @@ def test_a_journal_is_no_link_and_of_no_hostile_size(tmp_path: Path) -> None:
         b'[999999999999, 1, 1, "", 1]\n' + b"x" * 99,
         b"[-1,-1,0,0,0]\n",
     ):
-        journal.write_bytes(line)
+        journal.write_bytes(b"\0ckptool-undo\n" + line)
         assert len(ckptool.history(path)["versions"]) == 1
         assert say("edit", path, "--set", "epoch=4", "--in-place").code == 0 and ckptool.undo(path)["left"] == 0
 
@@ -196,7 +196,9 @@ def test_the_index_follows_a_shard(tmp_path: Path) -> None:
     shard, index = sharded(tmp_path / "model")
     former = shard.read_bytes(), index.read_bytes()
     assert say("rename", shard, "m.*=k\u00e4.*", "--in-place").code == 0
-    assert ckptool.validate(shard.parent)["valid"]
+    assert ckptool.validate(shard.parent)["status"] == "valid" and say("scan", shard.parent).code == 0
+    assert say("edit", shard.parent, "--drop", "n", "-o", tmp_path / "out").code == 0
+    assert not [path.name for path in (tmp_path / "out").iterdir() if path.name.endswith(JOURNAL)]
     assert list(json.loads(index.read_text())["weight_map"]) == ["k\u00e4.bias", "k\u00e4.weight", "n"]
     assert json.loads(index.read_text())["metadata"] == {"m.bias": "m.bias", "total_size": 62}
     assert say("undo", shard).code == 0 and (shard.read_bytes(), index.read_bytes()) == former

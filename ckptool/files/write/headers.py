@@ -33,6 +33,8 @@ from .planned import Check
 _LINE, _HEADER, _ENTRIES = 4096, 1 << 28, 10_000
 
 
+#: What a journal begins with: no pickle, no archive and no text.
+_MAGIC: Final = b"\0ckptool-undo\n"
 #: What a header begins with while the rest of it is replaced.
 MARK: Final = b"\xff" * 8
 
@@ -70,7 +72,7 @@ def journal_of(path: str) -> str:
 
 
 def _entries(journal: Source) -> Iterator[Entry]:
-    at = 0
+    at = len(_MAGIC) if journal.read(0, len(_MAGIC)) == _MAGIC else journal.size
     while at < journal.size and (line := journal.read(at, _LINE).partition(b"\n"))[1]:
         try:
             old, new, crc, edit, time = json.loads(line[0])
@@ -153,7 +155,7 @@ def replace_header(
     line = json.dumps([len(plan.old), len(plan.new), zlib.crc32(both), plan.edit, plan.time])
     with open_locked(source) as fd, _open_journal(source, kept) as journal:
         try:
-            write_at(journal, kept, line.encode() + b"\n" + both)
+            write_at(journal, kept, (b"" if kept else _MAGIC) + line.encode() + b"\n" + both)
             os.fsync(journal)
             sync_folder(os.path.dirname(journal_of(source.name)) or os.curdir)
             if plan.fits:
@@ -240,7 +242,7 @@ def _open_journal(source: FileSource, size: int) -> Iterator[int]:
 def _forget(journal: int, source: FileSource, size: int) -> None:
     """Cut a journal to ``size`` bytes; remove an empty one."""
     path = journal_of(source.name)
-    if size:
+    if size > len(_MAGIC):
         os.ftruncate(journal, size)
         os.fsync(journal)
     else:

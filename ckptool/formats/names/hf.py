@@ -21,7 +21,7 @@ from ...base.limits import LIMITS
 from ...base.records import NamedTuple
 from ...base.suffixes import WEIGHTS
 from ...base.text import quoted
-from ...files.sources import Source
+from ...files.sources import JOURNAL, Source
 from ..safetensors.header import strict_json
 from .numbered import shards_of_folder
 
@@ -192,7 +192,7 @@ def model_files(names: Collection[str]) -> list[str]:
 
 
 def _is_companion(name: str) -> bool:
-    if name.endswith((".safetensors", ".distcp")) or is_index(name):
+    if name.endswith((".safetensors", ".distcp", JOURNAL)) or is_index(name):
         return False
     return bool(_description(name)) or not name.endswith(tuple(_companions()["may_be_weights"].split()))
 
