@@ -42,37 +42,46 @@ _ORIGINAL: Final = ".original_module."
 #: Keys of mlx-lm and torchtune, and of LyCORIS for language models.
 _OTHERS: Final = regex(r"lora_(?:down|up|mid|a|b)\b|lora\.(?:down|up)|lokr_|hada_|\Alora_(?:unet|te\d?|transformer)_")
 
-#: The models of a pipeline, by what kohya and diffusers call them in the names of an adapter.
+#: The models of a pipeline, by what the programs call them in the names of an adapter.
 MODELS: Final = {
     "unet": "unet",
     "transformer": "unet",
     "diffusion_model": "unet",
+    "lycoris": "unet",
+    "Hunyuan_video_I2V_lora": "unet",
     "te": "text_encoder",
     "te1": "text_encoder",
     "text_encoder": "text_encoder",
+    "clip_l": "text_encoder",
     "te2": "text_encoder_2",
     "text_encoder_2": "text_encoder_2",
+    "clip_g": "text_encoder_2",
     "te3": "text_encoder_3",
     "text_encoder_3": "text_encoder_3",
+    "t5xxl": "text_encoder_3",
 }
 #: A key for a pipeline: the model, and the rest of it.
 _MODEL: Final = regex(
-    r"(?:lora_(?P<kohya>unet|te[123]?|transformer)_"
-    r"|(?P<diffusers>unet|transformer|diffusion_model|text_encoder(?:_[23])?)\."
+    r"(?:(?:lora_(?P<kohya>unet|te[123]?|transformer)|(?P<other>lycoris|Hunyuan_video_I2V_lora))__?"
+    r"|(?P<diffusers>unet|transformer|diffusion_model|text_encoder(?:_[23])?)\.(?:base_model\.model\.)?"
+    r"|text_encoders\.(?P<comfyui>clip_l|clip_g|t5xxl)\.transformer\."
     r"|(?=(?:down_blocks|mid_block|up_blocks)\.))(?P<rest>.+)"
 )
 #: The rest: the module, and the part.
 _PART: Final = regex(
-    r"(?P<module>.+?)(?:(?P<old>_lora)\.(?:down|up)|\.lora(?:_linear_layer)?\.(?:down|up)"
-    r"|\.(?:lora_down|lora_up|lora_[AB](?:\.default)?|lora_magnitude_vector|dora_scale|alpha))(?:\.(?:weight|bias))?\Z"
+    r"(?P<module>.+?)(?:(?P<old>_lora[12]?)\.(?P<first>down|up)|\.lora(?:_linear_layer)?\.(?P<second>down|up)"
+    r"|\.lora_(?P<third>down|up|mid)|\.lora_(?P<fourth>[AB])(?:\.(?!weight\Z|bias\Z)(?P<name>\w+))?"
+    r"|\.(?P<norms>lora_magnitude_vector|dora_scale|magnitude)(?:\.(?!weight\Z)\w+)?"
+    r"|\.(?P<own>alpha|diff|diff_b|[wb]_norm|set_weight|reshape_weight|hada_\w+|lokr_\w+|oft_\w+|[ab][12]))"
+    r"(?:\.(?P<last>weight|bias))?\Z"
 )
-_FIRST: Final = regex(r"(?:down|lora_A(?:\.default)?)\.weight\Z")
-_SECOND: Final = regex(r"(?:up|lora_B(?:\.default)?)\.(weight|bias)\Z")
+#: PEFT's names of the two matrices.
+_MATRICES: Final = {"down": "lora_A", "up": "lora_B", "mid": "lora_mid", "A": "lora_A", "B": "lora_B"}
+#: The parts that a merge can use.
+_MERGED: Final = ("alpha", "lora_A", "lora_B", "lora_magnitude_vector")
 #: Modules whose LoRA early versions of diffusers wrote behind the attention, in a U-Net and in a text encoder.
 _OLD_UNET: Final = {"to_out": "to_out.0"}
 _OLD_TEXT: Final = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
-#: Parts of names in other kinds of adapters for pipelines: LoCon, LoHa, LoKr, OFT, GLoRA, full differences, norms.
-_OTHER_KINDS: Final = ("lora_mid", "hada_", "lokr_", "oft_", ".a1.", ".b1.", ".diff", ".w_norm")
 #: Text encoders have this before their names, or lack it since transformers 5.
 _TEXT_MODEL: Final = "text_model."
 WITH_DIFFUSERS: Final = "with diffusers: pipe.load_lora_weights(), pipe.fuse_lora(), pipe.save_pretrained()"
@@ -124,9 +133,7 @@ class Modules(NamedTuple):
 
 def is_of_pipeline(keys: Collection[str]) -> bool:
     """Return whether keys are those that kohya or diffusers give to an adapter: all have a model, some a matrix."""
-    return all(map(_MODEL.match, keys)) and any(
-        _PART.match(key) or any(kind in key for kind in _OTHER_KINDS) for key in keys
-    )
+    return all(map(_MODEL.match, keys)) and any(map(_PART.match, keys))
 
 
 def is_of_other_library(keys: Collection[str]) -> bool:
@@ -201,18 +208,37 @@ def peft_name(key: str) -> Name:
 
 
 def pipeline_name(key: str) -> Name:
-    """Read a key of kohya or diffusers; raise RefusedError if it is not known."""
-    start = _MODEL.match(key)
-    part = _PART.match(start["rest"]) if start else None
-    if start is None or part is None:
+    """Read a key of kohya or diffusers; raise RefusedError if it is not known, or no merge uses its part."""
+    name = any_name(key) if _MODEL.match(key) else None
+    if name is None or not name.part.startswith(_MERGED):
         raise RefusedError(f"its tensor {quoted(key)} is not known, and would not be used", next=WITH_DIFFUSERS)
-    label = start["kohya"] or start["diffusers"] or "unet"
-    module = part["module"].replace(".processor.", ".").removesuffix(".processor")
-    if part["old"]:
-        before, dot, last = module.rpartition(".")
-        module = before + dot + (_OLD_UNET if MODELS[label] == "unet" else _OLD_TEXT).get(last, last)
-    second = _SECOND.search(key)
-    own = f"lora_B.{second[1]}" if second else "lora_magnitude_vector.weight"
-    own = "alpha" if key.endswith(".alpha") else "lora_A.weight" if _FIRST.search(key) else own
-    layout: Layout = "kohya" if start["kohya"] else "diffusers" if start["diffusers"] else "bare"
-    return Name(layout, label, module, own)
+    return name
+
+
+def any_name(key: str) -> Name | None:
+    """Read a key of any layout, with or without a model before the module; None for one that is not known."""
+    start = _MODEL.match(key)
+    match = _PART.match(start["rest"] if start else key.removeprefix(PEFT_PREFIX))
+    if match is None:
+        return None
+    label = (start["kohya"] or start["other"] or start["diffusers"] or start["comfyui"] or "unet") if start else ""
+    layout: Layout = "peft"
+    if start:
+        dotless = start["kohya"] or start["other"]
+        layout = "kohya" if dotless else "diffusers" if start["diffusers"] or start["comfyui"] else "bare"
+    module, last = match["module"], match["last"] or "weight"
+    if match["old"] and module.endswith((".processor.qkv", ".processor.proj")):
+        module += match["old"]  # of XLabs: the number says which stream the processor is for
+    else:
+        module = module.replace(".processor.", ".").removesuffix(".processor")
+        if match["old"]:
+            before, dot, end = module.rpartition(".")
+            module = before + dot + (_OLD_UNET if MODELS.get(label, "unet") == "unet" else _OLD_TEXT).get(end, end)
+    if layout == "kohya":
+        module = module.strip("_")
+    matrix = match["first"] or match["second"] or match["third"] or match["fourth"]
+    if matrix:
+        part = f"{_MATRICES[matrix]}.{last}"
+    else:
+        part = "lora_magnitude_vector.weight" if match["norms"] else match["own"]
+    return Name(layout, label, module, part, match["name"] or "")

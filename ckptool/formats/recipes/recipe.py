@@ -289,7 +289,7 @@ def _recipe(content: dict[str, Any], path: str) -> Recipe:
     rules = [*base.rules] if base else []
     for number, item in enumerate(_list(content, "rule"), 1):
         try:
-            rules += _rules(number, item, _text(content, "stacked"), symbols)
+            rules += parsed_rules(number, item, _text(content, "stacked"), symbols)
         except MalformedError as error:
             error.what = f"rule {number}: {error.what}"
             raise
@@ -349,7 +349,9 @@ def _config(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     return fields
 
 
-def _rules(number: int, item: object, stacked: str, numbers: frozenset[str]) -> Iterator[Rule]:
+def parsed_rules(
+    number: int, item: object, stacked: str = "", numbers: frozenset[str] = frozenset()
+) -> Iterator[Rule]:
     """Yield the rules of a [[rule]]: one, or one for each choice in its names, and the same for stacked layers."""
     if not isinstance(item, dict) or not {"a", "b"} <= item.keys() or item.keys() - _RULE_KEYS:
         what = f"it has a and b, each a text or a list of texts, and perhaps {', '.join(sorted(_MORE))}"

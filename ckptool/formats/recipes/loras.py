@@ -1,0 +1,155 @@
+"""The modules of models that LoRAs change, under the names of two sides: those of the model's authors (a) and those of
+diffusers or transformers (b).
+
+A family is a TOML file in ``loras``. Its rules are those of a recipe, of which a LoRA needs the linear and convolution
+weights, or its own in the same language. Names with "_" in place of dots are found, too: no two modules of a family
+have the same.
+
+Sources: diffusers (``loaders/lora_conversion_utils.py``), sd-scripts (``networks/lora*.py``), musubi-tuner
+(``networks/convert_lora.py``), ComfyUI (``comfy/lora.py``, ``comfy/utils.py``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import cache, cached_property
+from typing import Any, Final
+
+from ...base import toml
+from ...base.records import NamedTuple
+from ...files.archives import read_bytes
+from . import names
+from .names import NamePattern
+from .recipe import Condition, Rule, built_in, parsed_rules
+
+_TABLES: Final = os.path.join(os.path.dirname(__file__), "loras")
+_MAX_BYTES: Final = 1 << 16
+_WEIGHT: Final = ".weight"
+_ANY: Final = "{*}"
+
+
+class ModuleRule(NamedTuple):
+    """A module on side a, and the modules on side b that it becomes.
+
+    ``shares`` are the relative numbers of rows of several modules on side b. ``swapped``: the halves of the rows change
+    places. ``one_way``: side a is only read. ``where`` is a condition on the model, with names of side b.
+    """
+
+    a: NamePattern
+    b: tuple[NamePattern, ...]
+    shares: tuple[int, ...]
+    swapped: bool
+    one_way: bool
+    where: Condition | None
+
+    @property
+    def sides(self) -> tuple[tuple[NamePattern, ...], tuple[NamePattern, ...]]:
+        """The names on both sides."""
+        return (self.a,), self.b
+
+
+class Place(NamedTuple):
+    """Where a family has a module: the rule, the side (0 or 1), the place on it, and the numbers in the name."""
+
+    rule: ModuleRule
+    side: int
+    at: int
+    values: tuple[tuple[str, int], ...]
+
+    def names(self, side: int) -> tuple[str, ...]:
+        """Return the names of the modules on a side."""
+        return tuple(pattern.filled(dict(self.values)) for pattern in self.rule.sides[side])
+
+
+class Family:
+    """A family of models: see the TOML files.
+
+    ``name`` is for people, ``key`` for ``lora:kohya:KEY``. ``model`` is unet, transformer, text_encoder or model (any
+    other). ``kohya`` and ``comfyui`` are the sides (0 or 1) whose names these programs use. ``without`` are globs of
+    modules on side b that it lacks, ``context`` the columns of the keys of its cross attention, ``text_encoders`` how
+    many it has; 0 for any.
+    """
+
+    def __init__(self, key: str, content: Mapping[str, Any]) -> None:
+        self.key, self.name, self.model = key, str(content["name"]), str(content["model"])
+        self.kohya, self.comfyui = ("ab".index(content[name]) for name in ("kohya", "comfyui"))
+        self.without: Sequence[str] = content.get("without", ())
+        self.context, self.text_encoders = int(content.get("context", 0)), int(content.get("text_encoders", 0))
+        self._content = content
+
+    @cached_property
+    def rules(self) -> list[ModuleRule]:
+        """The rules, one for each name on side a."""
+        content, found = self._content, list[Rule]()
+        if "recipe" in content:
+            found += built_in(content["recipe"]).rules
+        for number, item in enumerate(content.get("rule", ()), 1):
+            found += parsed_rules(number, item)
+        for text in content.get("same", ()):
+            found += parsed_rules(0, {"a": text, "b": text})
+        sizes: Mapping[str, int] = content.get("sizes", {})
+        return [each for rule in found for each in _module_rules(rule, content.get("inner", ()), sizes)]
+
+    @cached_property
+    def _index(self) -> Mapping[tuple[int, bool, str], list[tuple[ModuleRule, int, NamePattern]]]:
+        found: dict[tuple[int, bool, str], list[tuple[ModuleRule, int, NamePattern]]] = {}
+        for rule in self.rules:
+            for side, patterns in enumerate(rule.sides[: 1 if rule.one_way else 2]):
+                for at, pattern in enumerate(patterns):
+                    for dotless in (False, True):
+                        known = names.parsed(pattern.text.replace(".", "_")) if dotless else pattern
+                        found.setdefault((side, dotless, known.skeleton), []).append((rule, at, known))
+        return found
+
+    def places(self, module: str, *, dotless: bool) -> list[Place]:
+        """Return the places of a module; ``dotless`` names have "_" for dots. Several differ in their conditions."""
+        found = []
+        for side in (1, 0):
+            for rule, at, pattern in self._index.get((side, dotless, names.skeleton(module)), ()):
+                values = pattern.values_in(module, {})
+                if values is not None and self._has(rule.where, values):
+                    found.append(Place(rule, side, at, tuple(sorted(values.items()))))
+        return found
+
+    def _has(self, where: Condition | None, values: Mapping[str, int]) -> bool:
+        has: Sequence[str] = self._content.get("has", ())
+        return where is None or not has or (where.name.filled(values) in has) is where.there
+
+    def lacks(self, module: str) -> bool:
+        """Return whether no model of the family has a module on side b."""
+        return any(fnmatchcase(module, pattern) for pattern in self.without)
+
+
+@cache
+def families() -> Mapping[str, Family]:
+    """Return the families by their keys."""
+    found = {}
+    for file in sorted(os.listdir(_TABLES)):
+        path = os.path.join(_TABLES, file)
+        found[file.removesuffix(".toml")] = Family(
+            file.removesuffix(".toml"), toml.parsed(read_bytes(path, _MAX_BYTES), path, "the table")
+        )
+    return found
+
+
+def _module_rules(rule: Rule, inner: Sequence[str], sizes: Mapping[str, int]) -> Iterator[ModuleRule]:
+    """Yield the rules between modules that a rule between tensors stands for; none for other tensors than weights."""
+    texts = [pattern.name.text for pattern in (*rule.a, *rule.b)]
+    if _ANY in texts[0]:
+        replaced = [[text.replace(_ANY, each) for text in texts] for each in inner]
+    elif all(text.endswith(_WEIGHT) for text in texts) or not rule.a[0].name.text.endswith((".bias", _WEIGHT, "scale")):
+        replaced = [[text.removesuffix(_WEIGHT) for text in texts]]
+    else:
+        return
+    axes, theirs = rule.a[0].axes, rule.b[0].axes
+    parts = [factors[0].symbol for factors in axes[0].sections if factors] if axes else []
+    others = [factors[0].symbol for factors in theirs[0].sections if factors] if theirs else []
+    shares = tuple(sizes.get(symbol, 1) for symbol in parts) if len(rule.b) > 1 else (1,)
+    if len(shares) != len(rule.b) or len(rule.a) > 1:
+        return
+    for text, *rest in replaced:
+        patterns = tuple(map(names.parsed, rest))
+        swapped = len(rest) == 1 and parts != others
+        yield ModuleRule(names.parsed(text), patterns, shares, swapped, rule.one_way, rule.where[1])
