@@ -146,7 +146,7 @@ def open_adapter(
     if is_of_pipeline(found.keys()):
         config = {"base_model_name_or_path": base_in_header(checkpoint)}
         adapter = Adapter(checkpoint, config, found, of_pipeline=True, alpha=alpha)
-        _check_tensors(adapter)
+        check_tensors(adapter)
         return adapter
     tensors = {key.removeprefix(PEFT_PREFIX): tensor for key, tensor in found.items()}
     given = config or adapter_config(checkpoint) or _config_of_header(checkpoint, found.keys(), alpha)
@@ -159,7 +159,7 @@ def open_adapter(
             message = f"an adapter of the type {kind} adds inputs or layers, and has no merge"
             raise adapter.refusal(message, "load it with PEFT")
         raise adapter.refusal(f"adapters of the type {json.dumps(kind)[:80]} are not supported", BY_PEFT)
-    _check_tensors(adapter)
+    check_tensors(adapter)
     check_settings(adapter)
     return adapter
 
@@ -203,7 +203,7 @@ def _without_config(adapter: Adapter) -> RefusedError:
     return adapter.refusal(message, (way + "`--alpha=`, its lora_alpha"))
 
 
-def _check_tensors(adapter: Adapter) -> None:
+def check_tensors(adapter: Adapter) -> None:
     """Raise RefusedError if a tensor of an adapter is empty, or holds no floating-point values."""
     checkpoint = adapter.checkpoint
     if empty := empty_weights(checkpoint):
@@ -254,10 +254,10 @@ def base_in_header(checkpoint: Checkpoint) -> str:
     return next((metadata[key] for key in _HEADER_BASES if metadata.get(key, "None") != "None"), "")
 
 
-def settings_in_header(checkpoint: Checkpoint, model: Modules) -> Mapping[str, Any]:
+def settings_in_header(checkpoint: Checkpoint, label: str, *, is_bare: bool = False) -> Mapping[str, Any]:
     """Return the settings of PEFT that diffusers stored for a model, empty without any.
 
-    Their names begin with the label of the model if the names of its tensors do. Raise RefusedError if they are not a
+    Their names begin with the label of the model, unless the names of its tensors are bare. Raise RefusedError if they are not a
     JSON object.
     """
     text = checkpoint.container.metadata.get(_HEADER_SETTINGS, "{}")
@@ -265,10 +265,10 @@ def settings_in_header(checkpoint: Checkpoint, model: Modules) -> Mapping[str, A
     if found is None:
         message = f"its metadata {_HEADER_SETTINGS!r} is not a JSON object: {quoted(cut(text))}"
         raise RefusedError(message, path=checkpoint.path, next=WITH_DIFFUSERS)
-    start = f"{model.label}."
+    start = f"{label}."
     own = {name.removeprefix(start): value for name, value in found.items() if name.startswith(start)}
     bare = {name: value for name, value in found.items() if "." not in name}
-    return own or (bare if model.layout == "bare" else {})
+    return own or (bare if is_bare else {})
 
 
 def scale_without_alpha(adapter: Adapter, rank: int) -> float:

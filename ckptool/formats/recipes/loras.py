@@ -69,7 +69,7 @@ class Family:
     ``name`` is for people, ``key`` for ``lora:kohya:KEY``. ``model`` is unet, transformer, text_encoder or model (any
     other). ``kohya`` and ``comfyui`` are the sides (0 or 1) whose names these programs use. ``without`` are globs of
     modules on side b that it lacks, ``context`` the columns of the keys of its cross attention, ``text_encoders`` how
-    many it has; 0 for any.
+    many it has; 0 for any. ``is_usual``: if the names fit other families, too, this one is meant.
     """
 
     def __init__(self, key: str, content: Mapping[str, Any]) -> None:
@@ -77,6 +77,7 @@ class Family:
         self.kohya, self.comfyui = ("ab".index(content[name]) for name in ("kohya", "comfyui"))
         self.without: Sequence[str] = content.get("without", ())
         self.context, self.text_encoders = int(content.get("context", 0)), int(content.get("text_encoders", 0))
+        self.is_usual = content.get("usual") is True
         self._content = content
 
     @cached_property

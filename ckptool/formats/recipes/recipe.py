@@ -349,9 +349,7 @@ def _config(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     return fields
 
 
-def parsed_rules(
-    number: int, item: object, stacked: str = "", numbers: frozenset[str] = frozenset()
-) -> Iterator[Rule]:
+def parsed_rules(number: int, item: object, stacked: str = "", numbers: frozenset[str] = frozenset()) -> Iterator[Rule]:
     """Yield the rules of a [[rule]]: one, or one for each choice in its names, and the same for stacked layers."""
     if not isinstance(item, dict) or not {"a", "b"} <= item.keys() or item.keys() - _RULE_KEYS:
         what = f"it has a and b, each a text or a list of texts, and perhaps {', '.join(sorted(_MORE))}"
