@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import Any, Final
 
 from ..base.dtypes import BY_NAME
-from ..base.errors import RefusedError, TargetError
+from ..base.errors import TargetError, adding_path
 from ..base.records import NamedTuple
 from ..base.steps import option
 from ..base.text import join_limited, pluralize, quoted
@@ -29,82 +29,33 @@ from ..files.sources import Computed
 from ..formats.names.hf import ADAPTER_CONFIG
 from ..formats.opening import takes_path
 from ..formats.planning import DEFAULT_SHARD_SIZE
-from ..formats.recipes.loras import Family, Place, families
+from ..formats.recipes.loras import families
 from ..pickles.nodes import Ref
 from ..values.matrices import Block, pasted
 from ..values.numeric import ROUNDED, to_numbers
 from ..values.torch.adapters import StoredTensor
-from .adapter_names import MODELS, PEFT_PREFIX, any_name
+from .adapter_names import PEFT_PREFIX
 from .adapter_settings import Adapter, adapter_config, base_in_header, check_settings, check_tensors, settings_in_header
 from .adapters import module_scale
+from .lora_modules import DOWN, LAYOUTS, UP, LoraModule, Out, Renaming, modules_of
 from .recompute import Recomputation, tensors_of
 
-#: The layouts, and what people call the programs that read them.
-LAYOUTS: Final = {
-    "kohya": "sd-scripts, musubi-tuner and ComfyUI",
-    "comfyui": "ComfyUI",
-    "diffusers": "diffusers",
-    "peft": "PEFT",
-}
-_DOWN, _UP, _MID, _BIAS, _NORMS = (
-    "lora_A.weight",
-    "lora_B.weight",
-    "lora_mid.weight",
-    "lora_B.bias",
-    "lora_magnitude_vector.weight",
-)
+_MID: Final = "lora_mid.weight"
+_BIAS: Final = "lora_B.bias"
+_NORMS: Final = "lora_magnitude_vector.weight"
 #: Parts that are rows of the weight or the bias, and move with them.
-_ROWS: Final = (_UP, _BIAS, _NORMS, "diff", "diff_b")
+_ROWS: Final = (UP, _BIAS, _NORMS, "diff", "diff_b")
 #: The names of parts in kohya's layout, and in that of PEFT and diffusers.
 _KOHYA: Final = {
-    _DOWN: "lora_down.weight",
-    _UP: "lora_up.weight",
+    DOWN: "lora_down.weight",
+    UP: "lora_up.weight",
     _MID: "lora_mid.weight",
     _BIAS: "diff_b",
     _NORMS: "dora_scale",
 }
-_PEFT: Final = {_DOWN: _DOWN, _UP: _UP, _BIAS: _BIAS, _NORMS: "lora_magnitude_vector"}
-#: The text encoders under the names of each program.
-_ENCODERS: Final = {
-    "kohya": {"text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_", "text_encoder_3": "lora_te3_"},
-    "comfyui": {
-        "text_encoder": "text_encoders.clip_l.transformer.",
-        "text_encoder_2": "text_encoders.clip_g.transformer.",
-        "text_encoder_3": "text_encoders.t5xxl.transformer.",
-    },
-    "diffusers": {"text_encoder": "text_encoder.", "text_encoder_2": "text_encoder_2."},
-}
+_PEFT: Final = {DOWN: DOWN, UP: UP, _BIAS: _BIAS, _NORMS: "lora_magnitude_vector"}
 #: Entries of a header that are not true of other names: hashes, and settings of PEFT.
 _UNTRUE: Final = ("sshs_model_hash", "sshs_legacy_hash", "lora_adapter_metadata")
-
-
-class LoraModule(NamedTuple):
-    """A module that a LoRA changes: its model in a pipeline ("" if the names do not say), its name as spelled, and the
-    keys of its parts. ``dotless``: the name has "_" for dots."""
-
-    label: str
-    name: str
-    dotless: bool
-    parts: Mapping[str, str]
-
-    @property
-    def is_text(self) -> bool:
-        """Whether it belongs to a text encoder of a pipeline."""
-        return MODELS.get(self.label, "unet") != "unet"
-
-
-class _Out(NamedTuple):
-    """A module of the output: its model, its name, and how it is made of modules of the input (None: not there).
-
-    ``kind`` is same, swap (the halves of the rows), split (the part ``at`` of the ``shares``) or join.
-    """
-
-    model: str
-    name: str
-    kind: str
-    sources: tuple[int | None, ...]
-    shares: tuple[int, ...] = (1,)
-    at: int = 0
 
 
 class _Part(NamedTuple):
@@ -120,23 +71,6 @@ class _Change(NamedTuple):
     parts: Mapping[str, _Part]
     scale: float
     alpha: str = ""
-
-
-def modules_of(keys: Collection[str]) -> list[LoraModule]:
-    """Return the modules that a LoRA with these keys changes; raise RefusedError for a key of another kind."""
-    found: dict[tuple[str, str, bool], dict[str, str]] = {}
-    for key in keys:
-        name = any_name(key)
-        if name is None:
-            raise RefusedError(f"{quoted(key)} is no tensor of a LoRA", next="give the file of the adapter alone")
-        parts = found.setdefault((name.label, name.module, name.layout == "kohya"), {})
-        if parts.setdefault(name.part, key) != key:
-            raise RefusedError(f"{quoted(key)} and {quoted(parts[name.part])} mean the same tensor")
-    for parts in found.values():
-        lone = next((part for part, other in ((_DOWN, _UP), (_UP, _DOWN)) if part in parts and other not in parts), "")
-        if lone or {*parts} == {"alpha"}:
-            raise RefusedError(f"{quoted(parts[lone or 'alpha'])} has no partner: the file is incomplete")
-    return [LoraModule(*which, parts) for which, parts in found.items()]
 
 
 @takes_path
@@ -172,7 +106,7 @@ def lora_models(checkpoint: Checkpoint, layout: str, **how: Any) -> list[str]:
         return []
     name, _, wanted = layout.removeprefix("lora:").partition(":")
     how.pop("allow_loss", None)
-    return _Conversion(checkpoint, name, wanted, how.get("key"), how.get("config"), True).models
+    return _Conversion(checkpoint, name, wanted, how.get("key"), how.get("config"), True).names.models
 
 
 class _Conversion:
@@ -196,172 +130,16 @@ class _Conversion:
         tensors = tensors_of(self.work.checkpoint, self.state_dict)
         self.adapter = Adapter(self.work.checkpoint, self.config, tensors, of_pipeline=True)
         check_tensors(self.adapter)
-        try:
+        with adding_path(self.path):
             self.modules = modules_of(self.refs.keys())
-        except RefusedError as error:
-            raise self.adapter.refusal(error.what, error.step) from error
         if not self.config and any(key.startswith(PEFT_PREFIX) for key in self.refs):
             what = f"there is no {ADAPTER_CONFIG} beside it, and without lora_alpha the scale is not known"
             raise self.adapter.refusal(what, "give the file: `--config adapter_config.json`")
         check_settings(self.adapter)
-        self.notes: list[str] = []
+        with adding_path(self.path):
+            self.names = Renaming(self.modules, layout, family, lambda key: tensors[key].shape)
+        self.family, self.outs, self.notes = self.names.family, self.names.outs, self.names.notes
         self.lost: list[str] = []
-        self.family, self.outs = self._chosen(family)
-
-    @property
-    def models(self) -> list[str]:
-        """The models that the output changes."""
-        return list(dict.fromkeys(out.model for out in self.outs))
-
-    # -- names
-
-    def _chosen(self, wanted: str) -> tuple[Family | None, list[_Out]]:
-        """Return the family of the base model, and the modules of the output; raise RefusedError if several fit."""
-        known = families()
-        texts = [at for at, module in enumerate(self.modules) if module.is_text or self._is_clip(at)]
-        core = [at for at in range(len(self.modules)) if at not in texts]
-        fitting = [known[wanted]] if wanted else [family for family in known.values() if self._fits(family, core)]
-        found: dict[tuple[tuple[str, _Out], ...], tuple[Family | None, list[_Out]]] = {}
-        for family in fitting if core else [None]:
-            places = self._places(family, core) if family else {}
-            if len(places) == len(core):
-                outs = [*self._outs(places, family), *self._text_outs(texts, family)]
-                # Different names in dots may be the same without.
-                named = tuple((self._title(out), out._replace(name="")) for out in outs)
-                found.setdefault(named, (family, outs))
-        if not found and core and not any(self.modules[at].dotless for at in core) and self._keeps_names(core):
-            outs = [_Out("model", self.modules[at].name, "same", (at,)) for at in core]
-            return None, [*outs, *self._text_outs(texts, None)]
-        if not found:
-            raise self._unknown(core, wanted)
-        usual = next((each for each in found.values() if each[0] is not None and each[0].is_usual), None)
-        if len(found) > 1 and usual is None:
-            keys = [f"{self.layout}:{family.key}" for family, _ in found.values() if family]
-            what = f"its names fit several models, and {LAYOUTS[self.layout]} call their modules differently"
-            raise self.adapter.refusal(what, f"say which it is: one of {join_limited(keys, most=9)}")
-        chosen, outs = usual or next(iter(found.values()))
-        if len(found) > 1 and chosen:
-            others = [family for family, _ in found.values() if family and family is not chosen]
-            ways = join_limited([f"lora:{self.layout}:{family.key}" for family in others])
-            self.notes.append(f"taken for a LoRA of {chosen.name}; for {others[0].name} name it: {ways}")
-        names = Counter(map(self._title, outs))
-        if twice := next((name for name, number in names.items() if number > 1), ""):
-            raise self.adapter.refusal(f"two of its modules would become {quoted(twice)}")
-        return chosen, outs
-
-    def _title(self, out: _Out) -> str:
-        """Return the name of a module in the output; its model stands before it."""
-        name = out.name.replace(".", "_") if self.layout == "kohya" else out.name
-        return f"{out.model}/{name}" if self.layout == "peft" else self._prefix(out) + name
-
-    def _keeps_names(self, core: Sequence[int]) -> bool:
-        """Whether the names of an unknown model are right as they are: those of its own library."""
-        labels = {self.modules[at].label for at in core}
-        return labels == {""} or (self.layout in ("peft", "diffusers") and labels <= {"unet", "transformer"})
-
-    def _is_clip(self, at: int) -> bool:
-        """Return whether a module without the name of a model is one of a text encoder."""
-        return not self.modules[at].label and any(self._places(families()[key], [at]) for key in ("clip", "t5"))
-
-    def _fits(self, family: Family, core: Sequence[int]) -> bool:
-        labels = {MODELS[module.label] for module in self.modules if module.is_text}
-        several = "text_encoder_2" in labels
-        if family.model == "text_encoder" or (family.text_encoders == 1 and several):
-            return False
-        places = self._places(family, core)
-        if len(places) < len(core):
-            return False
-        contexts = {768, 1024, 2048}
-        for at, place in places.items():
-            if any(family.lacks(name) for name in place.names(1)):
-                return False
-            module = self.modules[at]
-            if family.context and _DOWN in module.parts and ".attn2.to_" in (name := place.names(1)[0]):
-                wide = self.adapter.tensors[module.parts[_DOWN]].shape[-1]
-                if name.endswith(("to_k", "to_v")) and wide in contexts and wide != family.context:
-                    return False
-        return True
-
-    def _places(self, family: Family, which: Sequence[int]) -> dict[int, Place]:
-        found = {}
-        for at in which:
-            module = self.modules[at]
-            places = family.places(module.name, dotless=module.dotless)
-            if not places and family.key == "clip":
-                prefix = "text_model_" if module.dotless else "text_model."
-                places = family.places(prefix + module.name, dotless=module.dotless)
-            if len(places) > 1:  # one of them for a norm with two halves of as many rows as it has columns
-                shapes = [
-                    self.adapter.tensors[module.parts[part]].shape for part in (_UP, _DOWN) if part in module.parts
-                ]
-                halves = len(shapes) == 2 and shapes[0][0] == 2 * shapes[1][-1]
-                places = [place for place in places if place.rule.swapped is halves] or places
-            if places:
-                found[at] = places[0]
-        return found
-
-    def _outs(self, places: Mapping[int, Place], family: Family | None) -> Iterator[_Out]:
-        """Yield the modules of the output for those of a model, given their places in its family."""
-        if family is None:
-            return
-        side = {"kohya": family.kohya, "comfyui": family.comfyui}.get(self.layout, 1)
-        joined: dict[tuple[Any, ...], dict[int, int]] = {}
-        rules: dict[tuple[Any, ...], Place] = {}
-        for at, place in places.items():
-            rule = place.rule
-            if side == 0 and rule.one_way:  # names that are only read: those of the rule with the same other side
-                other = next((each for each in family.places(place.names(1)[0], dotless=False) if each.side), None)
-                if other is None or len(other.rule.b) != len(rule.b):
-                    what = f"{quoted(self.modules[at].name)} is only a part of a module of {LAYOUTS[self.layout]}"
-                    raise self.adapter.refusal(what, "convert it to lora:diffusers")
-                yield _Out(family.model, other.names(0)[0], "same", (at,))
-            elif place.side == side:
-                yield _Out(family.model, place.names(side)[place.at], "same", (at,))
-            elif len(rule.b) == 1:
-                yield _Out(family.model, place.names(side)[0], "swap" if rule.swapped else "same", (at,))
-            elif side:
-                for number, name in enumerate(place.names(1)):
-                    yield _Out(family.model, name, "split", (at,), rule.shares, number)
-            else:
-                which = rule.a.text, place.values
-                joined.setdefault(which, {})[place.at], rules[which] = at, place
-        for which, parts in joined.items():
-            rule = rules[which].rule
-            sources = tuple(parts.get(number) for number in range(len(rule.b)))
-            yield _Out(family.model, rules[which].names(0)[0], "join", sources, rule.shares)
-
-    def _text_outs(self, which: Sequence[int], family: Family | None) -> Iterator[_Out]:
-        for at in which:
-            module = self.modules[at]
-            for key in ("clip", "t5"):
-                if place := self._places(families()[key], [at]).get(at):
-                    encoder = "text_encoder_3" if key == "t5" else MODELS.get(module.label, "text_encoder")
-                    if self.layout == "kohya" and encoder == "text_encoder" and self._is_only_encoder(module, family):
-                        encoder = "lora_te_"
-                    yield _Out(encoder, place.names(1)[0], "same", (at,))
-                    break
-            else:
-                raise self._unknown([at], "")
-
-    def _is_only_encoder(self, module: LoraModule, family: Family | None) -> bool:
-        """Return whether the model has one text encoder, whose name in kohya's layout has no number."""
-        if family is not None:
-            return family.text_encoders == 1
-        second = any(MODELS.get(each.label) == "text_encoder_2" for each in self.modules)
-        return module.label != "te1" and not second
-
-    def _unknown(self, which: Sequence[int], wanted: str) -> RefusedError:
-        odd = [self.modules[at] for at in which]
-        known = families()
-        if wanted:
-            places = self._places(known[wanted], which)
-            odd = [self.modules[at] for at in which if at not in places]
-        first = odd[0] if odd else self.modules[0]
-        model = f"{known[wanted].name} has" if wanted else "no model that is known here has"
-        what = f"{model} a module {quoted(first.name)}"
-        if first.dotless:
-            what += ', and which "_" stand for dots is not in the file'
-        return self.adapter.refusal(what, "convert it with the program that trained it")
 
     # -- values
 
@@ -379,13 +157,13 @@ class _Conversion:
         return Block(stored, begin, count, 0, stored.view.numel // max(stored.view.shape[0], 1), row)
 
     def _scale(self, module: LoraModule) -> float:
-        if _DOWN not in module.parts:
+        if DOWN not in module.parts:
             return 1.0
         config = settings_in_header(self.adapter.checkpoint, module.label) if module.label else self.config
         own = self.adapter._replace(config=config)
         return module_scale(own, module.name, module.parts, module.parts.get("alpha", ""))
 
-    def _change(self, out: _Out) -> _Change:
+    def _change(self, out: Out) -> _Change:
         first = next(self.modules[at] for at in out.sources if at is not None)
         if out.kind == "join":
             return self._joined(out)
@@ -402,7 +180,7 @@ class _Conversion:
         return _Change(self._split(out, first), scale)
 
     def _refuse_other_parts(self, module: LoraModule) -> None:
-        odd = next((key for part, key in module.parts.items() if part not in (*_ROWS, _DOWN, "alpha")), "")
+        odd = next((key for part, key in module.parts.items() if part not in (*_ROWS, DOWN, "alpha")), "")
         if odd:
             what = f"{quoted(odd)} cannot be split, joined or turned: only plain matrices can"
             raise self.adapter.refusal(what, "convert it to a layout that has the same modules")
@@ -420,7 +198,7 @@ class _Conversion:
             raise self.adapter.refusal(f"{quoted(key)} has {shape[0]:,} rows, and its halves change places")
         return _Part((self._rows(key, half, half), self._rows(key, 0, half, half)), shape)
 
-    def _split(self, out: _Out, module: LoraModule) -> dict[str, _Part]:
+    def _split(self, out: Out, module: LoraModule) -> dict[str, _Part]:
         made: dict[str, _Part] = {}
         number = len(out.shares)
         for part, key in module.parts.items():
@@ -429,27 +207,27 @@ class _Conversion:
             shape = self.adapter.tensors[key].shape
             begin, count = self._share(key, shape[0], out)
             made[part] = _Part((self._rows(key, begin, count),), (count, *shape[1:]))
-        if _DOWN in module.parts:
-            down, up = module.parts[_DOWN], module.parts[_UP]
+        if DOWN in module.parts:
+            down, up = module.parts[DOWN], module.parts[UP]
             shape = self.adapter.tensors[down].shape
             rank, odd = divmod(shape[0], number)
             if odd or not self._is_blockwise(up, out):
-                made[_DOWN] = self._whole(down)
+                made[DOWN] = self._whole(down)
             else:
-                made[_DOWN] = _Part((self._rows(down, out.at * rank, rank),), (rank, *shape[1:]))
-                (block,) = made[_UP].blocks
+                made[DOWN] = _Part((self._rows(down, out.at * rank, rank),), (rank, *shape[1:]))
+                (block,) = made[UP].blocks
                 block = block._replace(first_column=out.at * rank, columns=rank)
-                made[_UP] = _Part((block,), (block.rows, rank, *self.adapter.tensors[up].shape[2:]))
+                made[UP] = _Part((block,), (block.rows, rank, *self.adapter.tensors[up].shape[2:]))
         return made
 
-    def _share(self, key: str, rows: int, out: _Out) -> tuple[int, int]:
+    def _share(self, key: str, rows: int, out: Out) -> tuple[int, int]:
         """Return the first row and the number of rows of a part."""
         one, odd = divmod(rows, sum(out.shares))
         if odd:
             raise self.adapter.refusal(f"{quoted(key)} has {rows:,} rows, which are not {sum(out.shares)} equal parts")
         return one * sum(out.shares[: out.at]), one * out.shares[out.at]
 
-    def _is_blockwise(self, up: str, out: _Out) -> bool:
+    def _is_blockwise(self, up: str, out: Out) -> bool:
         """Return whether all of a matrix outside of its diagonal blocks is zero."""
         stored, shape = self._stored(up), self.adapter.tensors[up].shape
         view, wide = stored.view, shape[1] // len(out.shares)
@@ -462,7 +240,7 @@ class _Conversion:
                     return False
         return True
 
-    def _joined(self, out: _Out) -> _Change:
+    def _joined(self, out: Out) -> _Change:
         """Make one module of several: down one below the other, up block-diagonal with zeros."""
         parts = [None if at is None else self.modules[at] for at in out.sources]
         present = [(number, module) for number, module in enumerate(parts) if module is not None]
@@ -471,29 +249,29 @@ class _Conversion:
         first_number, first = present[0]
         scales = {number: self._scale(module) for number, module in present}
         made: dict[str, _Part] = {}
-        kinds = list(dict.fromkeys(part for _, module in present for part in module.parts if part in (*_ROWS, _DOWN)))
+        kinds = list(dict.fromkeys(part for _, module in present for part in module.parts if part in (*_ROWS, DOWN)))
         same = len({*scales.values()}) == 1
         rows = self._heights(out, present)
         total = sum(rows)
         for part in kinds:
             keys = {number: module.parts[part] for number, module in present if part in module.parts}
-            if part in (_UP, _DOWN):
+            if part in (UP, DOWN):
                 continue
             if part == _NORMS and len(keys) < len(parts):
                 raise self.adapter.refusal(f"{quoted(next(iter(keys.values())))} is DoRA, and its neighbours are not")
             shape = self.adapter.tensors[next(iter(keys.values()))].shape
             blocks = tuple(self._rows(key, 0, rows[n], sum(rows[:n])) for n, key in keys.items())
             made[part] = _Part(blocks, (total, *shape[1:]))
-        if _DOWN not in first.parts:
+        if DOWN not in first.parts:
             return _Change(made, 1.0)
-        downs = {number: module.parts[_DOWN] for number, module in present if _DOWN in module.parts}
-        ups = {number: module.parts[_UP] for number, module in present if _UP in module.parts}
+        downs = {number: module.parts[DOWN] for number, module in present if DOWN in module.parts}
+        ups = {number: module.parts[UP] for number, module in present if UP in module.parts}
         shape, high = self.adapter.tensors[downs[first_number]].shape, self.adapter.tensors[ups[first_number]].shape
         stored = self._stored(downs[first_number])
         if same and all(stored.equals(self._stored(key)) for key in downs.values()):
-            made[_DOWN] = self._whole(downs[first_number])
+            made[DOWN] = self._whole(downs[first_number])
             blocks = tuple(self._rows(key, 0, rows[n], sum(rows[:n])) for n, key in ups.items())
-            made[_UP] = _Part(blocks, (total, shape[0], *high[2:]))
+            made[UP] = _Part(blocks, (total, shape[0], *high[2:]))
             return _Change(made, scales[first_number])
         ranks = {number: self.adapter.tensors[key].shape[0] for number, key in downs.items()}
         down_blocks, up_blocks, rank = list[Block](), list[Block](), 0
@@ -504,11 +282,11 @@ class _Conversion:
             block = self._rows(ups[number], 0, rows[number], sum(rows[:number]))
             up_blocks.append(block._replace(column=rank, factor=up_factor))
             rank += ranks[number]
-        made[_DOWN] = _Part(tuple(down_blocks), (rank, *shape[1:]))
-        made[_UP] = _Part(tuple(up_blocks), (total, rank, *high[2:]))
+        made[DOWN] = _Part(tuple(down_blocks), (rank, *shape[1:]))
+        made[UP] = _Part(tuple(up_blocks), (total, rank, *high[2:]))
         return _Change(made, scales[first_number] if same else 1.0)
 
-    def _heights(self, out: _Out, present: Sequence[tuple[int, LoraModule]]) -> list[int]:
+    def _heights(self, out: Out, present: Sequence[tuple[int, LoraModule]]) -> list[int]:
         """Return the rows of each part of a joined module; those of a missing part follow from the others."""
         known = {}
         for number, module in present:
@@ -521,14 +299,14 @@ class _Conversion:
 
     def done(self, model: str | None) -> Checkpoint:
         """Return the adapter in its new layout."""
-        if self.layout == "peft" and len(self.models) > 1:
+        if self.layout == "peft" and len(self.names.models) > 1:
             if model is None:
-                what = f"it changes several models, and PEFT has a folder for each: {join_limited(self.models)}"
+                what = f"it changes several models, and PEFT has a folder for each: {join_limited(self.names.models)}"
                 raise TargetError(
-                    what, path=self.path, next=f"choose one, for example {option('model', self.models[0])}"
+                    what, path=self.path, next=f"choose one, for example {option('model', self.names.models[0])}"
                 )
-            if model not in self.models:
-                raise TargetError(f"it does not change {model!r}", path=self.path, next=join_limited(self.models))
+            if model not in self.names.models:
+                raise TargetError(f"it does not change {model!r}", path=self.path, next=join_limited(self.names.models))
             self.outs = [out for out in self.outs if out.model == model]
         items: list[tuple[str, Ref]] = []
         settings: dict[str, tuple[float, int]] = {}
@@ -538,8 +316,8 @@ class _Conversion:
             made, is_rounded = self._written(out, change)
             rounded += is_rounded
             items += made
-            if _DOWN in change.parts:
-                settings[out.name] = change.scale, change.parts[_DOWN].shape[0]
+            if DOWN in change.parts:
+                settings[out.name] = change.scale, change.parts[DOWN].shape[0]
         self._refuse_lost()
         editor, nodes = self.work.editor, self.work.checkpoint.graph.nodes
         old = [name for name, _ in self.state_dict.items]
@@ -580,19 +358,9 @@ class _Conversion:
             raise self.adapter.refusal(what, "`--allow-loss entries` leaves them out")
         self.notes.append(f"left out: {join_limited([quoted(key) for key in self.lost], most=6)}")
 
-    def _prefix(self, out: _Out) -> str:
-        """Return what stands before the name of a module; "" if the program has no such model."""
-        if self.layout == "peft":
-            return PEFT_PREFIX
-        encoders = _ENCODERS[self.layout]
-        if out.model.startswith(("text_encoder", "lora_te")):
-            return out.model if out.model == "lora_te_" else encoders.get(out.model, "")
-        core = {"kohya": "lora_unet_", "comfyui": "diffusion_model.", "diffusers": f"{out.model}."}[self.layout]
-        return "" if core == "model." else core
-
-    def _written(self, out: _Out, change: _Change) -> tuple[list[tuple[str, Ref]], bool]:
+    def _written(self, out: Out, change: _Change) -> tuple[list[tuple[str, Ref]], bool]:
         """Return the tensors of a module under their new names, and whether values were rounded."""
-        prefix, parts, scale = self._prefix(out), dict(change.parts), change.scale
+        prefix, parts, scale = self.names.prefix(out), dict(change.parts), change.scale
         sources = [self.modules[at] for at in out.sources if at is not None]
         keys = [key for module in sources for part, key in module.parts.items() if part != "alpha"]
         if not prefix:
@@ -603,7 +371,7 @@ class _Conversion:
         kohya = self.layout in ("kohya", "comfyui")
         spelled = _KOHYA if kohya else _PEFT
         if self.layout == "comfyui" and _MID not in parts:
-            spelled = {**_KOHYA, _DOWN: _DOWN, _UP: _UP}
+            spelled = {**_KOHYA, DOWN: DOWN, UP: UP}
         rounds = False
         if _BIAS in parts and "diff_b" in parts:
             raise self.adapter.refusal(f"{quoted(out.name)} has two changes of its bias")
@@ -611,7 +379,7 @@ class _Conversion:
             parts[_BIAS] = _times(parts[_BIAS], scale)
             rounds |= not _is_power(scale)
         if not kohya:
-            if "diff_b" in parts and _DOWN in parts:
+            if "diff_b" in parts and DOWN in parts:
                 bias = parts.pop("diff_b")
                 factor = 1 / scale if self.layout == "peft" else 1.0
                 parts[_BIAS] = _times(bias, factor)
@@ -625,9 +393,9 @@ class _Conversion:
                 del parts[part]
             if _NORMS in parts and len({size for size in parts[_NORMS].shape if size != 1}) > 1:
                 self.lost += [module.parts[_NORMS] for module in sources]
-            if self.layout == "diffusers" and scale != 1 and _DOWN in parts:
+            if self.layout == "diffusers" and scale != 1 and DOWN in parts:
                 down, up = _halves(scale)
-                parts[_DOWN], parts[_UP] = _times(parts[_DOWN], down), _times(parts[_UP], up)
+                parts[DOWN], parts[UP] = _times(parts[DOWN], down), _times(parts[UP], up)
                 rounds |= not _is_power(scale)
         if _NORMS in parts:
             parts[_NORMS] = parts[_NORMS]._replace(shape=self._norm_shape(parts, kohya))
@@ -641,19 +409,19 @@ class _Conversion:
         shape = parts[_NORMS].shape
         if not kohya:
             return (prod(shape),)
-        return shape if len(shape) > 1 or _DOWN not in parts else (*shape, *(1,) * (len(parts[_DOWN].shape) - 1))
+        return shape if len(shape) > 1 or DOWN not in parts else (*shape, *(1,) * (len(parts[DOWN].shape) - 1))
 
-    def _alpha(self, out: _Out, name: str, change: _Change, sources: Sequence[LoraModule]) -> list[tuple[str, Ref]]:
+    def _alpha(self, out: Out, name: str, change: _Change, sources: Sequence[LoraModule]) -> list[tuple[str, Ref]]:
         """Return the alpha of a module, as it is in the input if nothing about it changed."""
         if (
             out.kind == "same"
             and change.alpha
-            and (self.layout == "kohya" or change.scale != 1 or _DOWN not in change.parts)
+            and (self.layout == "kohya" or change.scale != 1 or DOWN not in change.parts)
         ):
             return [(f"{name}.alpha", self.refs[change.alpha])]
-        if _DOWN not in change.parts or (self.layout == "comfyui" and change.scale == 1):
+        if DOWN not in change.parts or (self.layout == "comfyui" and change.scale == 1):
             return []
-        rank, dtype = change.parts[_DOWN].shape[0], self.adapter.tensors[sources[0].parts[_DOWN]].dtype
+        rank, dtype = change.parts[DOWN].shape[0], self.adapter.tensors[sources[0].parts[DOWN]].dtype
         value = change.scale * rank
         if dtype not in ROUNDED or self._rounded(value, dtype) != value:
             dtype = "float32"
