@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .edits.keys import strip_prefix as strip_module
     from .edits.keys import strip_wrappers
     from .edits.lora import merge_lora
+    from .edits.lora_layouts import convert_lora
     from .edits.matching.match import match
     from .edits.model_config import update_config
     from .edits.pipeline import edit, rename
@@ -86,6 +87,7 @@ __all__ = [
     "average",
     "cast",
     "convert",
+    "convert_lora",
     "dequantize",
     "diff",
     "drop",
@@ -145,6 +147,7 @@ _NAMES = {
     "edits.extraction": ("extract_lora",),
     "edits.lora": ("merge_lora",),
     "edits.ranks": ("resize_lora",),
+    "edits.lora_layouts": ("convert_lora",),
     "edits.matching.match": ("match",),
     "edits.model_config": ("update_config",),
     "edits.pipeline": ("edit", "rename"),

@@ -37,6 +37,7 @@ SECTIONS: Final[dict[str, tuple[str, ...]]] = {
             "merge_lora",
             "extract_lora",
             "resize_lora",
+            "convert_lora",
             "cast",
             "dequantize",
             "resize",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from inspect import cleandoc
@@ -17,7 +18,7 @@ from ..base.text import pluralize
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.convert import output_format
 from ..edits.pipeline import Call, applied, calls
-from ..edits.table import CONFIG, EDITS, MODIFIERS, STEPS, Edit, Parameter
+from ..edits.table import CONFIG, EDITS, MODIFIERS, STEPS, Edit, Parameter, function
 from ..files.archives import exists
 from ..formats.opening import open_checkpoint
 from ..formats.outputs import named_format
@@ -202,7 +203,7 @@ def _run(kind: Edit, how: Writing, typed: Sequence[Typed], only: Globs = MATCH_A
         if each.rest or (value not in (None, (), False) and value != (each.default or None)):
             values[each] = value
         inputs = inputs[:1] if each.rest else inputs
-    scope: dict[str, Any] = {"key": how.key, **only.patterns}
+    scope: dict[str, Any] = {"key": how.key, "allow_loss": how.conversion.allow_loss, **only.patterns}
     _check(kind, values)
     if kind.in_order:
         ways = {each.spelled for each in kind.parameters if each.step}
@@ -217,8 +218,26 @@ def _run(kind: Edit, how: Writing, typed: Sequence[Typed], only: Globs = MATCH_A
         edits = [Call(kind.name, arguments)]
     # The patterns of merge choose keys of the other checkpoint.
     own = MATCH_ALL if kind.name == "merge" else only
-    request = _request(kind.name, edits, of_keys=kind.of_keys, keyed="key" in kind.scope, only=own)
-    return edit_all(request, inputs, how)
+    request = partial(_request, kind.name, of_keys=kind.of_keys, keyed="key" in kind.scope, only=own)
+    folders = _folders(kind, inputs[0], edits[0], how)
+    if len(folders) < 2:
+        return edit_all(request(edits), inputs, how)
+    code = 0
+    for folder in folders:
+        one = edits[0]._replace(arguments={**edits[0].arguments, "model": folder})
+        code = max(code, edit_all(request([one]), inputs, how._replace(output=os.path.join(how.output or "", folder))))
+    return code
+
+
+def _folders(kind: Edit, path: str, edit: Call, how: Writing) -> list[str]:
+    """Return the names of the folders that an output consists of; create the one around them."""
+    if not kind.splits or how.output is None:
+        return []
+    with open_checkpoint(path) as checkpoint:
+        found: list[str] = function(kind.splits)(checkpoint, **edit.arguments)
+    if len(found) > 1 and not how.dry_run:
+        os.makedirs(how.output, exist_ok=True)
+    return found
 
 
 def _check(kind: Edit, values: Mapping[Parameter, Any]) -> None:
@@ -342,6 +361,8 @@ def convert(
     Nothing is written if tensors would be lost. DeepSpeed folders are converted with the fp32 masters of the optimizer
     unless --deepspeed-16bit is given. Every other command that writes takes --to-format, too.
     """
+    if to_names is not None and to_names.startswith("lora:"):
+        return _run(EDITS["lora convert"], how, (), paths=paths, layout=to_names, config=config)
     if unflatten is not None and model is not None:
         raise click.UsageError("--unflatten and --model exclude each other.")
     if model is not None:

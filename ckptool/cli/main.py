@@ -52,7 +52,7 @@ GROUPS: Final = {
         "edit": ("edits", "edit", "Apply several edits in one pass."),
     },
     "Combine and convert": {
-        **_edits("merge", "average", "lora merge", "lora extract", "lora resize", "dequantize"),
+        **_edits("merge", "average", "lora merge", "lora convert", "lora extract", "lora resize", "dequantize"),
         "convert": ("edits", "convert", "Write the same checkpoint in another format."),
     },
     "Repair and publish": {

@@ -257,8 +257,8 @@ def base_in_header(checkpoint: Checkpoint) -> str:
 def settings_in_header(checkpoint: Checkpoint, label: str, *, is_bare: bool = False) -> Mapping[str, Any]:
     """Return the settings of PEFT that diffusers stored for a model, empty without any.
 
-    Their names begin with the label of the model, unless the names of its tensors are bare. Raise RefusedError if they are not a
-    JSON object.
+    Their names begin with the label of the model, unless the names of its tensors are bare. Raise RefusedError if they
+    are not a JSON object.
     """
     text = checkpoint.container.metadata.get(_HEADER_SETTINGS, "{}")
     found = parsed_object(text)

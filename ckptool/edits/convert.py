@@ -118,6 +118,8 @@ def convert(
 
             if to_names:
                 checkpoint = named_as(checkpoint, to_names, key=key, config=config, allow_loss=allow_loss)
+                if checkpoint.target is not None:
+                    return checkpoint  # the layout of a LoRA has a format of its own
             if recipe:
                 checkpoint = apply_recipe(checkpoint, recipe, key=key, config=config)
         return _converted(checkpoint, output, request)

@@ -96,6 +96,10 @@ def named_as(
     embedding. Raise TargetError for an unknown family, RefusedError if no recipe fits the model, a number is not known,
     or the result could not be converted back.
     """
+    if family.startswith("lora:"):
+        from .lora_layouts import convert_lora  # adapters have layouts of their own
+
+        return convert_lora(checkpoint, family, key=key, config=config, allow_loss=allow_loss)
     known = families()
     if family not in known:
         like = _possible(checkpoint, key, list(_described_beside(checkpoint))) or known

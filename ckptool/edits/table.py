@@ -63,7 +63,8 @@ class Edit(NamedTuple):
     edit`` applies it by ``--name`` alone. ``summary`` and ``examples`` are the help of its own command; without them it
     has none. ``in_place`` is false for edits that compute or move bytes, ``of_keys`` true for edits that rename keys,
     ``frees`` for edits that leave unused bytes in a file edited in place. ``in_order``: each option of the command is
-    applied by itself, one after the other.
+    applied by itself, one after the other. ``splits`` is a function that names the folders of an output, if it is
+    several; the function of the edit takes each as ``model``.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Edit(NamedTuple):
     of_keys: bool = False
     frees: bool = False
     in_order: bool = False
+    splits: str = ""
     summary: str = ""
     examples: str = ""
 
