@@ -71,6 +71,7 @@ _MODEL: Final = regex(
 _PART: Final = regex(
     r"(?P<module>.+?)(?:(?P<old>_lora[12]?)\.(?P<first>down|up)|\.lora(?:_linear_layer)?\.(?P<second>down|up)"
     r"|\.lora_(?P<third>down|up|mid)|\.lora_(?P<fourth>[AB])(?:\.(?!weight\Z|bias\Z)(?P<name>\w+))?"
+    r"|\.(?P<table>lora_embedding_[AB])(?:\.\w+)?|\.(?P<saved>modules_to_save)\.\w+(?=\.)"
     r"|\.(?P<norms>lora_magnitude_vector|dora_scale|magnitude)(?:\.(?!weight\Z)\w+)?"
     r"|\.(?P<own>alpha|diff|diff_b|[wb]_norm|set_weight|reshape_weight|hada_\w+|lokr_\w+|oft_\w+|[ab][12]))"
     r"(?:\.(?P<last>weight|bias))?\Z"
@@ -237,8 +238,8 @@ def any_name(key: str) -> Name | None:
     if layout == "kohya":
         module = module.strip("_")
     matrix = match["first"] or match["second"] or match["third"] or match["fourth"]
-    if matrix:
-        part = f"{_MATRICES[matrix]}.{last}"
+    if matrix or match["saved"]:
+        part = f"{_MATRICES[matrix] if matrix else 'copy'}.{last}"
     else:
-        part = "lora_magnitude_vector.weight" if match["norms"] else match["own"]
+        part = "lora_magnitude_vector.weight" if match["norms"] else match["table"] or match["own"]
     return Name(layout, label, module, part, match["name"] or "")

@@ -54,6 +54,11 @@ _KOHYA: Final = {
     _NORMS: "dora_scale",
 }
 _PEFT: Final = {DOWN: DOWN, UP: UP, _BIAS: _BIAS, _NORMS: "lora_magnitude_vector"}
+#: Parts that only PEFT has: embeddings, and modules that were trained as a whole.
+_PEFT_ALONE: Final = {
+    **{name: name for name in ("lora_embedding_A", "lora_embedding_B")},
+    **{"copy.weight": "weight", "copy.bias": "bias"},
+}
 #: Entries of a header that are not true of other names: hashes, and settings of PEFT.
 _UNTRUE: Final = ("sshs_model_hash", "sshs_legacy_hash", "lora_adapter_metadata")
 
@@ -319,11 +324,11 @@ class _Conversion:
             if DOWN in change.parts:
                 settings[out.name] = change.scale, change.parts[DOWN].shape[0]
         self._refuse_lost()
-        editor, nodes = self.work.editor, self.work.checkpoint.graph.nodes
-        old = [name for name, _ in self.state_dict.items]
-        named = [(editor.text(old[0], key), ref) for key, ref in items]
-        editor.refill(self.state_dict.ref, named)
-        assert nodes
+        if not items:
+            raise self.adapter.refusal(f"nothing in it has a place in the layout of {LAYOUTS[self.layout]}")
+        old = self.state_dict.items[0][0]
+        named = [(self.work.editor.text(old, key), ref) for key, ref in items]
+        self.work.editor.refill(self.state_dict.ref, named)
         folded = f"alpha / rank is no power of 2 in {pluralize(rounded, 'module')}: their values are rounded once"
         notes = [*self.notes, *([folded] if rounded else [])]
         return self._described(notes, settings, items)
@@ -332,8 +337,7 @@ class _Conversion:
         self, notes: list[str], settings: Mapping[str, tuple[float, int]], items: Sequence[tuple[str, Ref]]
     ) -> Checkpoint:
         what = f"{pluralize(len(self.outs), 'module')} in the layout of {LAYOUTS[self.layout]}"
-        if self.family is not None:
-            what = f"LoRA of {self.family.name}: {what}"
+        what = f"LoRA of {self.names.base}: {what}" if self.names.base else what
         if self.layout == "peft" and not self.config:
             notes.append(f"{ADAPTER_CONFIG} does not say the base model and the dropout: the file does not record them")
         if self.layout == "diffusers" and self.family is not None and self.family.model == "unet":
@@ -366,43 +370,50 @@ class _Conversion:
         if not prefix:
             self.lost += keys
             return [], False
-        dotless = self.layout == "kohya"
-        name = prefix + (out.name.replace(".", "_") if dotless else out.name)
+        name = prefix + (out.name.replace(".", "_") if self.layout == "kohya" else out.name)
         kohya = self.layout in ("kohya", "comfyui")
-        spelled = _KOHYA if kohya else _PEFT
+        spelled: Mapping[str, str] = _KOHYA if kohya else {**_PEFT, **(_PEFT_ALONE if self.layout == "peft" else {})}
         if self.layout == "comfyui" and _MID not in parts:
             spelled = {**_KOHYA, DOWN: DOWN, UP: UP}
-        rounds = False
-        if _BIAS in parts and "diff_b" in parts:
-            raise self.adapter.refusal(f"{quoted(out.name)} has two changes of its bias")
-        if kohya and _BIAS in parts and scale != 1:
-            parts[_BIAS] = _times(parts[_BIAS], scale)
-            rounds |= not _is_power(scale)
-        if not kohya:
-            if "diff_b" in parts and DOWN in parts:
-                bias = parts.pop("diff_b")
-                factor = 1 / scale if self.layout == "peft" else 1.0
-                parts[_BIAS] = _times(bias, factor)
-                rounds |= not _is_power(factor)
-            elif self.layout == "diffusers" and _BIAS in parts:
-                parts[_BIAS] = _times(parts[_BIAS], scale)
-            for part in [part for part in parts if part not in _PEFT]:
-                own = [module.parts[part] for module in sources if part in module.parts]
-                if not (part.startswith("diff") and all(_is_zero(self._stored(key)) for key in own)):
-                    self.lost += own  # differences of zero are left over from a training
-                del parts[part]
-            if _NORMS in parts and len({size for size in parts[_NORMS].shape if size != 1}) > 1:
-                self.lost += [module.parts[_NORMS] for module in sources]
-            if self.layout == "diffusers" and scale != 1 and DOWN in parts:
-                down, up = _halves(scale)
-                parts[DOWN], parts[UP] = _times(parts[DOWN], down), _times(parts[UP], up)
-                rounds |= not _is_power(scale)
+        factors = self._factors(parts, scale)
+        if not kohya and "diff_b" in parts and DOWN in parts:
+            parts[_BIAS] = parts.pop("diff_b")
+        for part in [part for part in parts if not self._holds(part, parts, spelled)]:
+            own = [module.parts[part] for module in sources if part in module.parts]
+            if not (part.startswith("diff") and all(_is_zero(self._stored(key)) for key in own)):
+                self.lost += own  # differences of zero are left over from a training
+            del parts[part]
+        for part, factor in factors.items():
+            parts[part] = _times(parts[part], factor)
         if _NORMS in parts:
             parts[_NORMS] = parts[_NORMS]._replace(shape=self._norm_shape(parts, kohya))
         items = [(f"{name}.{spelled.get(part, part)}", self._tensor(part, each)) for part, each in parts.items()]
         if kohya:
             items += self._alpha(out, name, change, sources)
-        return items, rounds
+        return items, not all(map(_is_power, factors.values()))
+
+    def _factors(self, parts: Mapping[str, _Part], scale: float) -> dict[str, float]:
+        """Return by which number each part is multiplied: PEFT scales the bias, too, and diffusers has no alpha."""
+        if scale == 1 or DOWN not in parts:
+            return {}
+        factors: dict[str, float] = {}
+        if self.layout == "diffusers":
+            factors[DOWN], factors[UP] = _halves(scale)
+        if _BIAS in parts and self.layout != "peft":
+            factors[_BIAS] = scale
+        if "diff_b" in parts and self.layout == "peft":
+            if _BIAS in parts or not scale:
+                raise self.adapter.refusal(f"PEFT cannot hold {quoted(parts['diff_b'].blocks[0].source.name)}")
+            factors[_BIAS] = 1 / scale
+        return factors
+
+    def _holds(self, part: str, parts: Mapping[str, _Part], spelled: Mapping[str, str]) -> bool:
+        """Return whether the layout has a place for a part."""
+        if part in _PEFT_ALONE or self.layout in ("peft", "diffusers"):
+            shape = parts[part].shape
+            by_column = part == _NORMS and len(shape) == 2 and shape[0] == 1 < shape[1]
+            return part in spelled and not by_column
+        return True
 
     def _norm_shape(self, parts: Mapping[str, _Part], kohya: bool) -> tuple[int, ...]:
         """Return the shape of DoRA's norms: flat in PEFT, else with as many dimensions as the weight."""

@@ -14,7 +14,7 @@ from ..base.errors import RefusedError
 from ..base.records import NamedTuple
 from ..base.text import join_limited, quoted
 from ..formats.recipes.loras import Family, Place, families
-from .adapter_names import MODELS, PEFT_PREFIX, any_name
+from .adapter_names import MODELS, PEFT_PREFIX, any_name, peft_name
 
 #: The layouts, and what people call the programs that read them.
 LAYOUTS: Final = {
@@ -71,7 +71,11 @@ def modules_of(keys: Collection[str]) -> list[LoraModule]:
     """Return the modules that a LoRA with these keys changes; raise RefusedError for a key of another kind."""
     found: dict[tuple[str, str, bool], dict[str, str]] = {}
     for key in keys:
+        if ".original_module." in key and key.replace(".original_module.", ".modules_to_save.default.") in keys:
+            continue  # the base's own values beside the trained ones
         name = any_name(key)
+        if name is None and key.startswith(PEFT_PREFIX):  # of a module that was trained as a whole
+            name = peft_name(key.removeprefix(PEFT_PREFIX))
         if name is None:
             raise RefusedError(f"{quoted(key)} is no tensor of a LoRA", next="give the file of the adapter alone")
         parts = found.setdefault((name.label, name.module, name.layout == "kohya"), {})
@@ -86,6 +90,7 @@ def modules_of(keys: Collection[str]) -> list[LoraModule]:
 
 class Renaming:
     """The modules of a LoRA in another ``layout``: ``outs``, for the ``family`` of its base model, if one fits.
+    ``base`` names all models that have the same names.
 
     ``wanted`` is the key of a family, or "". ``shape`` returns the shape of the tensor with a key. Raise RefusedError
     if no family has the modules, or several have them under different names.
@@ -96,7 +101,7 @@ class Renaming:
     ) -> None:
         self.modules, self.layout, self._shape = modules, layout, shape
         self.notes: list[str] = []
-        self.family, self.outs = self._chosen(wanted)
+        self.family, self.base, self.outs = self._chosen(wanted)
 
     @property
     def models(self) -> list[str]:
@@ -113,39 +118,40 @@ class Renaming:
         core = {"kohya": "lora_unet_", "comfyui": "diffusion_model.", "diffusers": f"{out.model}."}[self.layout]
         return "" if core == "model." else core
 
-    def _chosen(self, wanted: str) -> tuple[Family | None, list[Out]]:
-        """Return the family of the base model, and the modules of the output; raise RefusedError if several fit."""
-        known = families()
+    def _chosen(self, wanted: str) -> tuple[Family | None, str, list[Out]]:
+        """Return the family of the base model, its name, and the modules of the output; raise RefusedError if families
+        with different names fit."""
         texts = [at for at, module in enumerate(self.modules) if module.is_text or self._is_clip(at)]
         core = [at for at in range(len(self.modules)) if at not in texts]
-        fitting = [known[wanted]] if wanted else [family for family in known.values() if self._fits(family, core)]
-        found: dict[tuple[tuple[str, Out], ...], tuple[Family | None, list[Out]]] = {}
-        for family in fitting if core else [None]:
-            places = self._places(family, core) if family else {}
+        fitting = [families()[wanted]] if wanted else [each for each in families().values() if self._fits(each, core)]
+        found: dict[tuple[tuple[str, Out], ...], tuple[list[Family], list[Out]]] = {}
+        for family in fitting if core else ():
+            places = self._places(family, core)
             if len(places) == len(core):
                 outs = [*self._outs(places, family), *self._text_outs(texts, family)]
                 # Different names in dots may be the same without.
                 named = tuple((self._title(out), out._replace(name="")) for out in outs)
-                found.setdefault(named, (family, outs))
-        if not found and core and not any(self.modules[at].dotless for at in core) and self._keeps_names(core):
+                found.setdefault(named, ([], outs))[0].append(family)
+        if not found and (not core or self._keeps_names(core)):
             outs = [Out("model", self.modules[at].name, "same", (at,)) for at in core]
-            return None, [*outs, *self._text_outs(texts, None)]
+            return None, "", [*outs, *self._text_outs(texts, None)]
         if not found:
             raise self._unknown(core, wanted)
-        usual = next((each for each in found.values() if each[0] is not None and each[0].is_usual), None)
-        if len(found) > 1 and usual is None:
-            keys = [f"{self.layout}:{family.key}" for family, _ in found.values() if family]
+        ways = list(found.values())
+        ways.sort(key=lambda way: not way[0][0].is_usual)
+        (chosen, *_), outs = ways[0]
+        others = [family for way, _ in ways[1:] for family in way]
+        if others and not chosen.is_usual:
+            keys = [f"{self.layout}:{family.key}" for family in (chosen, *others)]
             what = f"its names fit several models, and {LAYOUTS[self.layout]} call their modules differently"
             raise RefusedError(what, next=f"say which it is: one of {join_limited(keys, most=9)}")
-        chosen, outs = usual or next(iter(found.values()))
-        if len(found) > 1 and chosen:
-            others = [family for family, _ in found.values() if family and family is not chosen]
-            ways = join_limited([f"lora:{self.layout}:{family.key}" for family in others])
-            self.notes.append(f"taken for a LoRA of {chosen.name}; for {others[0].name} name it: {ways}")
+        if others:
+            way = f"lora:{self.layout}:{others[0].key}"
+            self.notes.append(f"taken for a LoRA of {chosen.name}; for one of {others[0].name}, name it: {way}")
         names = Counter(map(self._title, outs))
         if twice := next((name for name, number in names.items() if number > 1), ""):
             raise RefusedError(f"two of its modules would become {quoted(twice)}")
-        return chosen, outs
+        return chosen, " or ".join(family.name for family in ways[0][0]), outs
 
     def _title(self, out: Out) -> str:
         """Return the name of a module in the output; its model stands before it."""
@@ -155,7 +161,8 @@ class Renaming:
     def _keeps_names(self, core: Sequence[int]) -> bool:
         """Whether the names of an unknown model are right as they are: those of its own library."""
         labels = {self.modules[at].label for at in core}
-        return labels == {""} or (self.layout in ("peft", "diffusers") and labels <= {"unet", "transformer"})
+        own = labels == {""} or (self.layout in ("peft", "diffusers") and labels <= {"unet", "transformer"})
+        return own and not any(self.modules[at].dotless for at in core)
 
     def _is_clip(self, at: int) -> bool:
         """Return whether a module without the name of a model is one of a text encoder."""
@@ -196,10 +203,8 @@ class Renaming:
                 found[at] = places[0]
         return found
 
-    def _outs(self, places: Mapping[int, Place], family: Family | None) -> Iterator[Out]:
+    def _outs(self, places: Mapping[int, Place], family: Family) -> Iterator[Out]:
         """Yield the modules of the output for those of a model, given their places in its family."""
-        if family is None:
-            return
         side = {"kohya": family.kohya, "comfyui": family.comfyui}.get(self.layout, 1)
         joined: dict[tuple[Any, ...], dict[int, int]] = {}
         rules: dict[tuple[Any, ...], Place] = {}
