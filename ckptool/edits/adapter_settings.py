@@ -254,21 +254,21 @@ def base_in_header(checkpoint: Checkpoint) -> str:
     return next((metadata[key] for key in _HEADER_BASES if metadata.get(key, "None") != "None"), "")
 
 
-def settings_in_header(checkpoint: Checkpoint, label: str, *, is_bare: bool = False) -> Mapping[str, Any]:
+def settings_in_header(checkpoint: Checkpoint, model: Modules) -> Mapping[str, Any]:
     """Return the settings of PEFT that diffusers stored for a model, empty without any.
 
-    Their names begin with the label of the model, unless the names of its tensors are bare. Raise RefusedError if they
-    are not a JSON object.
+    Their names begin with the label of the model if the names of its tensors do. Raise RefusedError if they are not a
+    JSON object.
     """
     text = checkpoint.container.metadata.get(_HEADER_SETTINGS, "{}")
     found = parsed_object(text)
     if found is None:
         message = f"its metadata {_HEADER_SETTINGS!r} is not a JSON object: {quoted(cut(text))}"
         raise RefusedError(message, path=checkpoint.path, next=WITH_DIFFUSERS)
-    start = f"{label}."
+    start = f"{model.label}."
     own = {name.removeprefix(start): value for name, value in found.items() if name.startswith(start)}
     bare = {name: value for name, value in found.items() if "." not in name}
-    return own or (bare if is_bare else {})
+    return own or (bare if model.layout == "bare" else {})
 
 
 def scale_without_alpha(adapter: Adapter, rank: int) -> float:

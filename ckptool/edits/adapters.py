@@ -153,7 +153,7 @@ def _pipeline_changes(
 
 def _placed(adapter: Adapter, model: Modules, match: Match, path: str, weight: float) -> list[WeightChange]:
     """Return the changes by one model; raise RefusedError unless all its modules are in the base and fit."""
-    own = adapter._replace(config=settings_in_header(adapter.checkpoint, model.label, is_bare=model.layout == "bare"))
+    own = adapter._replace(config=settings_in_header(adapter.checkpoint, model))
     check_settings(own)
     scales: dict[str, float] = {}
     parts: dict[str, Mapping[str, str]] = {}

@@ -34,9 +34,9 @@ from ..pickles.nodes import Ref
 from ..values.matrices import Block, pasted
 from ..values.numeric import ROUNDED, to_numbers
 from ..values.torch.adapters import StoredTensor
-from .adapter_names import PEFT_PREFIX
+from .adapter_names import PEFT_PREFIX, Modules
 from .adapter_settings import Adapter, adapter_config, base_in_header, check_settings, check_tensors, settings_in_header
-from .adapters import module_scale
+from .adapters import product_scale
 from .lora_modules import DOWN, LAYOUTS, UP, LoraModule, Out, Renaming, modules_of
 from .recompute import Recomputation, tensors_of
 
@@ -164,9 +164,11 @@ class _Conversion:
     def _scale(self, module: LoraModule) -> float:
         if DOWN not in module.parts:
             return 1.0
-        config = settings_in_header(self.adapter.checkpoint, module.label) if module.label else self.config
-        own = self.adapter._replace(config=config)
-        return module_scale(own, module.name, module.parts, module.parts.get("alpha", ""))
+        model = Modules("diffusers", module.label, {}, {})
+        own = self.adapter._replace(
+            config=settings_in_header(self.adapter.checkpoint, model) if module.label else self.config
+        )
+        return product_scale(own, module.name, module.parts, module.parts.get("alpha", ""))
 
     def _change(self, out: Out) -> _Change:
         first = next(self.modules[at] for at in out.sources if at is not None)
