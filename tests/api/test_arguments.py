@@ -39,7 +39,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 #: Those that take two or more checkpoints, or write, or take a folder, a text, or a model of some kind.
 OTHERS = {"open", "average", "diff", "explain", "merge", "report", "resize", "save", "save_in_place", "update_config"}
-OTHERS |= {"dequantize", "extract_lora", "merge_lora", "resize_lora", "write_lock"}
+OTHERS |= {"convert_lora", "dequantize", "extract_lora", "merge_lora", "resize_lora", "write_lock"}
 FUNCTIONS = [name for name in ckptool.__all__ if inspect.isfunction(getattr(ckptool, name))]
 #: What is about the file and not about the checkpoint.
 OF_FILES = {"history", "load", "salvage", "scan", "undo", "validate"}

@@ -183,7 +183,7 @@ STEPS: tuple[Step, ...] = (
 )  # fmt: skip
 #: Edits that need a second checkpoint, or one of Megatron-LM or FSDP1.
 WITH_OTHER_FILES = {"dequantize", "merge", "merge-entry", "average", "to-names", "recipe", "unflatten"}
-WITH_OTHER_FILES |= {"lora merge", "lora extract", "lora resize"}
+WITH_OTHER_FILES |= {"lora convert", "lora merge", "lora extract", "lora resize"}
 #: Steps that remove the optimizer, or move it to another path.
 WITHOUT_OPTIMIZER = ("for", "extract", "wrap")
 each_step = pytest.mark.parametrize("step", STEPS, ids=lambda step: f"{step[0]}-{step[1]}")

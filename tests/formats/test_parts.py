@@ -201,7 +201,7 @@ def _adapter(folder: Path) -> str:
 
 
 #: Commands that refuse these files, or write an adapter.
-OTHERS = {"dequantize", "lora extract", "lora resize"}
+OTHERS = {"dequantize", "lora convert", "lora extract", "lora resize"}
 #: Commands that need a language model, with what they take besides it.
 LANGUAGE: dict[str, Callable[[Path], list[str]]] = {
     "lora merge": lambda folder: [_adapter(folder / "adapter")],

@@ -49,7 +49,7 @@ INPUTS = [
     # explain takes a message before the path. test_mesh_fixtures.py: --unflatten takes files of ranks and their model.
     if isinstance(parameter.type, InputPath)
     and parameter.opts[0] != "--unflatten"
-    and name not in ("explain", "resize", "lora merge", "lora extract", "lora resize")
+    and name not in ("explain", "resize", "lora merge", "lora convert", "lora extract", "lora resize")
     and parameter.opts[0] not in OTHERS
 ]
 INPUT_NAMES = [f"{name} {item.opts[0]}" for name, item in INPUTS]

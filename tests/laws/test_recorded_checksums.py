@@ -33,7 +33,7 @@ from ckptool.formats import FOLDERS, folder_format
 UNSUMMED = {"dcp-safetensors", "torch-folder"}
 #: Commands that write something else than what they take from the records, or that edit files only.
 #: ``lora merge`` needs an adapter for each model, and ``dequantize`` quantized weights: see their own tests.
-OTHERS = {"report", "match", "lock", "lora merge", "lora extract", "lora resize"}
+OTHERS = {"report", "match", "lock", "lora merge", "lora convert", "lora extract", "lora resize"}
 OTHERS |= {"dequantize", "resize"}
 
 
