@@ -225,17 +225,18 @@ def _run(kind: Edit, how: Writing, typed: Sequence[Typed], only: Globs = MATCH_A
     code = 0
     for folder in folders:
         one = edits[0]._replace(arguments={**edits[0].arguments, "model": folder})
-        code = max(code, edit_all(request([one]), inputs, how._replace(output=os.path.join(how.output or "", folder))))
+        output = how.output and os.path.join(how.output, folder)
+        code = max(code, edit_all(request([one]), inputs, how._replace(output=output)))
     return code
 
 
 def _folders(kind: Edit, path: str, edit: Call, how: Writing) -> list[str]:
     """Return the names of the folders that an output consists of; create the one around them."""
-    if not kind.splits or how.output is None:
+    if not kind.splits or (how.output is None and not how.dry_run):
         return []
     with open_checkpoint(path) as checkpoint:
         found: list[str] = function(kind.splits)(checkpoint, **edit.arguments)
-    if len(found) > 1 and not how.dry_run:
+    if len(found) > 1 and how.output is not None and not how.dry_run:
         os.makedirs(how.output, exist_ok=True)
     return found
 

@@ -20,7 +20,6 @@ from typing import Any, Final
 from ..base.dtypes import BY_NAME
 from ..base.errors import TargetError, adding_path
 from ..base.records import NamedTuple
-from ..base.steps import option
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint, Target
 from ..checkpoint.selection import only_one, selected
@@ -309,9 +308,8 @@ class _Conversion:
         if self.layout == "peft" and len(self.names.models) > 1:
             if model is None:
                 what = f"it changes several models, and PEFT has a folder for each: {join_limited(self.names.models)}"
-                raise TargetError(
-                    what, path=self.path, next=f"choose one, for example {option('model', self.names.models[0])}"
-                )
+                way = f"`ckptool lora convert` writes all of them with -o; in Python, model={self.names.models[0]!r}"
+                raise TargetError(what, path=self.path, next=way)
             if model not in self.names.models:
                 raise TargetError(f"it does not change {model!r}", path=self.path, next=join_limited(self.names.models))
             self.outs = [out for out in self.outs if out.model == model]

@@ -18,7 +18,7 @@ from .adapter_names import MODELS, PEFT_PREFIX, any_name, peft_name
 
 #: The layouts, and what people call the programs that read them.
 LAYOUTS: Final = {
-    "kohya": "sd-scripts, musubi-tuner and ComfyUI",
+    "kohya": "kohya's sd-scripts",
     "comfyui": "ComfyUI",
     "diffusers": "diffusers",
     "peft": "PEFT",

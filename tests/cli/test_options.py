@@ -55,6 +55,7 @@ def test_help_and_version_without_dashes() -> None:
 #: Why the help of an option differs between commands: (option, command) and the reason.
 DIFFERENT = {
     ("--config", "convert"): "it is for --recipe, too",
+    ("--config", "lora convert"): "it is for the settings of an adapter",
     ("--map-location", "validate"): "it is for a load, where inspect shows where tags would go",
     ("--output", "get"): "the file is an array",
     ("--output", "lock"): "the file is no checkpoint, and its default is stdout",

@@ -53,6 +53,7 @@ LINES = {
     "merge": [f"PATH {OTHER} --dry-run"],
     "average": ["PATH PATH --dry-run"],
     "lora merge": [f"PATH {OTHER} --dry-run"],
+    "lora convert": ["PATH peft --dry-run"],
     "lora extract": [f"PATH {OTHER} --rank 2 --dry-run"],
     "lora resize": ["PATH --rank 2 --dry-run"],
     "convert": ["PATH --to-format safetensors --allow-loss entries --dry-run", "PATH --to-format legacy --dry-run"],
