@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite, prod
 from typing import Final
 
+from ..base.addresses import is_remote
 from ..base.errors import RefusedError
 from ..base.lazy import regex
 from ..base.nearest import nearest
@@ -32,23 +34,27 @@ from .adapter_settings import (
     settings_in_header,
     targets,
 )
+from .lora_modules import base_of, layout_of, modules_of
 
 #: Parts whose first dimension is the rank.
-_WITH_RANK: Final = ("lora_A.weight", "lora_embedding_A.weight", "hada_w1_b.weight")
+_WITH_RANK: Final = ("lora_A.weight", "lora_embedding_A.weight", "hada_w1_b.weight", "hada_w1_b")
+#: Kinds of adapters for pipelines, by parts that only they have.
+_KINDS: Final = {"hada_": "LoHa", "lokr_": "LoKr", "oft_": "OFT", "a1": "GLoRA", "lora_magnitude_vector": "DoRA"}
 
 
 def description(checkpoint: Checkpoint) -> str:
     """Return the type, the ranks, the targets and the base of an adapter; "" if its settings are missing."""
     tensors = {entry.key: entry.tensor for entry in checkpoint.survey.tensors}
-    of_pipeline = is_of_pipeline(tensors.keys())
+    if is_of_pipeline(tensors.keys()):
+        return _description_of_lora(Adapter(checkpoint, {}, tensors, of_pipeline=True))
     try:
-        config = {} if of_pipeline else adapter_config(checkpoint)
+        config = adapter_config(checkpoint)
         if config is None:
             return ""
-        models = modules(tensors.keys(), None if of_pipeline else config.get("peft_type", ""))
-    except RefusedError as error:
-        return f"an adapter of an image pipeline, not a model: {error.what}" if of_pipeline else ""
-    adapter = Adapter(checkpoint, config, tensors, of_pipeline)
+        models = modules(tensors.keys(), config.get("peft_type", ""))
+    except RefusedError:
+        return ""
+    adapter = Adapter(checkpoint, config, tensors)
     parts = [(module, each) for model in models for module, each in model.parts.items()]
     firsts = [tensors[key].shape for _, each in parts for part, key in each.items() if part in _WITH_RANK]
     ranks = {shape[0] for shape in firsts if len(shape) > 1}
@@ -57,14 +63,40 @@ def description(checkpoint: Checkpoint) -> str:
     rank = f" of rank {join_limited([f'{number:,}' for number in sorted(ranks)])}" if ranks else ""
     kind = str(config.get("peft_type", "LORA"))[:40]
     kind = kind if kind != "LORA" else "DoRA" if adapter.is_set("use_dora") else "LoRA"
-    if of_pipeline:
-        named = [f"{pluralize(len(model.parts), 'module')} of {model.label}" for model in models]
-        on, name = " and ".join(named), base_in_header(checkpoint)
-    else:
-        changed = [module for module, each in parts if not all(part.startswith("copy.") for part in each)]
-        on, name = join_limited(list(dict.fromkeys(each.rpartition(".")[2] for each in changed))), adapter.base_name
+    changed = [module for module, each in parts if not all(part.startswith("copy.") for part in each)]
+    on = join_limited(list(dict.fromkeys(each.rpartition(".")[2] for each in changed)))
     what = f"an adapter ({kind}{rank}{f' on {on}' if on else ''}), not a model"
+    return f"{what}; its base is {quoted(adapter.base_name)}" if adapter.base_name else what
+
+
+def _description_of_lora(adapter: Adapter) -> str:
+    """Return the kind, the layout, the models and the base of a LoRA for a pipeline."""
+    tensors = adapter.tensors
+    try:
+        known = modules_of(tensors.keys())
+    except RefusedError as error:
+        return f"an adapter of an image pipeline, not a model: {error.what}"
+    every = {part for module in known for part in module.parts}
+    kind = next((kind for start, kind in _KINDS.items() if any(part.startswith(start) for part in every)), "LoRA")
+    base, name = base_of(known, lambda key: tensors[key].shape), base_in_header(adapter.checkpoint)
+    what = f"an adapter ({kind}{f' of {base}' if base else ''} in the layout of {layout_of(known)}: "
+    firsts = [tensors[key].shape for module in known for part, key in module.parts.items() if part in _WITH_RANK]
+    ranks = sorted({shape[0] for shape in firsts if len(shape) > 1})
+    numbers = {"rank": [f"{number:,}" for number in ranks], "alpha": _alphas(adapter)}
+    details = [f"{name} {join_limited(values)}" for name, values in numbers.items() if values]
+    counts = Counter(module.label for module in known)
+    details += [f"{pluralize(count, 'module')} of {label}" for label, count in counts.items()]
+    what += f"{', '.join(details)}), not a model"
     return f"{what}; its base is {quoted(name)}" if name else what
+
+
+def _alphas(adapter: Adapter) -> list[str]:
+    """Return the different alphas of a file on the disk."""
+    keys = [key for key, tensor in adapter.tensors.items() if key.endswith(".alpha") and tensor.numel == 1]
+    if is_remote(adapter.path):
+        return []
+    found = (to_numbers(adapter.stored(key).values, adapter.tensors[key].dtype)[0] for key in keys)
+    return [f"{number.real:g}" for number in dict.fromkeys(found)]
 
 
 def weight_changes(

@@ -172,7 +172,9 @@ def merge_verdict(base: CheckpointOrPath, adapter: Checkpoint) -> tuple[NextStep
 def step_with_base(adapter: Checkpoint) -> NextStep:
     """Return the command that merges an adapter into the base that it names, or a sentence if that is not here."""
     with suppress(CkptoolError):
-        name = open_adapter(adapter).base_name
+        found = open_adapter(adapter)
+        found.modules()  # refused if it has no merge
+        name = found.base_name
         folder = adapter.path if is_folder(adapter.path) else os.path.dirname(adapter.path)
         paths = (name, os.path.normpath(os.path.join(folder, name))) if name else ()
         if here := next((path for path in paths if os.path.exists(path)), ""):

@@ -11,23 +11,21 @@ Sources: diffusers (``loaders/lora_conversion_utils.py``, ``utils/state_dict_uti
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from typing import Any, Final
 
 from ..base.dtypes import BY_NAME
-from ..base.errors import TargetError, adding_path
+from ..base.errors import CkptoolError, TargetError, adding_path
 from ..base.records import NamedTuple
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint, Target
 from ..checkpoint.selection import only_one, selected
-from ..files.archives import read_object
+from ..files.archives import parsed_object, read_object
 from ..files.sources import Computed
 from ..formats.names.hf import ADAPTER_CONFIG
 from ..formats.opening import takes_path
-from ..formats.planning import DEFAULT_SHARD_SIZE
 from ..formats.recipes.loras import families
 from ..pickles.nodes import Ref
 from ..values.matrices import Block, pasted
@@ -37,6 +35,7 @@ from .adapter_names import PEFT_PREFIX, Modules
 from .adapter_settings import Adapter, adapter_config, base_in_header, check_settings, check_tensors, settings_in_header
 from .adapters import product_scale
 from .lora_modules import DOWN, LAYOUTS, UP, LoraModule, Out, Renaming, modules_of
+from .ranks import of_peft, rank_settings
 from .recompute import Recomputation, tensors_of
 
 _MID: Final = "lora_mid.weight"
@@ -59,7 +58,7 @@ _PEFT_ALONE: Final = {
     **{"copy.weight": "weight", "copy.bias": "bias"},
 }
 #: Entries of a header that are not true of other names: hashes, and settings of PEFT.
-_UNTRUE: Final = ("sshs_model_hash", "sshs_legacy_hash", "lora_adapter_metadata")
+_UNTRUE: Final = ("sshs_model_hash", "sshs_legacy_hash", "lora_adapter_metadata", ADAPTER_CONFIG)
 
 
 class _Part(NamedTuple):
@@ -99,9 +98,8 @@ def convert_lora(
     if name not in LAYOUTS or (wanted and wanted not in families()):
         kinds = [*LAYOUTS] if name not in LAYOUTS else [f"{name}:{each}" for each in families()]
         raise TargetError(f"{layout!r} is not a layout of LoRAs", next=f"one of {join_limited(kinds, most=20)}")
-    return _Conversion(checkpoint, name, wanted, key, config, "entries" in allow_loss or "all" in allow_loss).done(
-        model
-    )
+    lossy = "entries" in allow_loss or "all" in allow_loss
+    return _Conversion(checkpoint, name, wanted, key, config, lossy).done(model)
 
 
 def lora_models(checkpoint: Checkpoint, layout: str, **how: Any) -> list[str]:
@@ -111,6 +109,17 @@ def lora_models(checkpoint: Checkpoint, layout: str, **how: Any) -> list[str]:
     name, _, wanted = layout.removeprefix("lora:").partition(":")
     how.pop("allow_loss", None)
     return _Conversion(checkpoint, name, wanted, how.get("key"), how.get("config"), True).names.models
+
+
+def possible_layouts(checkpoint: Checkpoint) -> list[str]:
+    """Return the layouts that a LoRA can be given as it is, without the one that it has."""
+    found = []
+    for layout in LAYOUTS:
+        with suppress(CkptoolError):
+            edited = convert_lora(checkpoint, layout)
+            old, new = ({entry.key for entry in each.survey.tensors} for each in (checkpoint, edited))
+            found += [layout] if old != new else []
+    return found
 
 
 class _Conversion:
@@ -130,7 +139,8 @@ class _Conversion:
         nodes = self.work.checkpoint.graph.nodes
         self.refs = {str(nodes[name]): ref for name, ref in self.state_dict.items}
         given = read_object(config) if isinstance(config, str) else config
-        self.config = dict(given or adapter_config(checkpoint) or {})
+        header = parsed_object(checkpoint.metadata.get(ADAPTER_CONFIG, ""))
+        self.config = dict(given or header or adapter_config(checkpoint) or {})
         tensors = tensors_of(self.work.checkpoint, self.state_dict)
         self.adapter = Adapter(self.work.checkpoint, self.config, tensors, of_pipeline=True)
         check_tensors(self.adapter)
@@ -346,12 +356,11 @@ class _Conversion:
             notes.append("DoRA: ComfyUI and PEFT do not divide by the same norm, so its effect may differ")
         edited = self.work.done([Change("lora convert", "", len(self.outs), 0, what, tuple(notes))])
         texts = {name: text for name, text in edited.metadata.items() if name not in _UNTRUE}
-        folder = self.layout == "peft"
         target = Target("safetensors", self.state_dict.path, "", {"format": "pt", **texts})
-        if folder:
-            target = target._replace(shard_size=DEFAULT_SHARD_SIZE, stem="adapter_model", metadata={"format": "pt"})
-            edited = edited.replace(companions={ADAPTER_CONFIG: self._settings(settings, items)})
-        return edited.replace(texts=target.metadata, target=target)
+        if self.layout != "peft":
+            return edited.replace(texts=target.metadata, target=target)
+        edited = of_peft(edited, self._settings(settings, items), {})
+        return edited.replace(target=edited.target and edited.target._replace(key=self.state_dict.path))
 
     def _refuse_lost(self) -> None:
         if not self.lost:
@@ -454,46 +463,33 @@ class _Conversion:
         piece = Computed(size, pasted, (dtype, rows, wide, made.blocks, self.work.width(dtype)))
         return self.work.tensor(f"{key}.{part}", dtype, made.shape, piece, old.location)
 
-    def _settings(self, settings: Mapping[str, tuple[float, int]], items: Sequence[tuple[str, Ref]]) -> bytes:
-        """Return ``adapter_config.json``."""
-        known = dict(self.config)
-        if not known or any(module.label for module in self.modules):
-            ranks = {name: rank for name, (_, rank) in settings.items()}
-            alphas = {name: _plain(scale * rank) for name, (scale, rank) in settings.items()}
-            rank, alpha = (Counter(each.values()).most_common(1)[0][0] for each in (ranks, alphas))
-            known = {
-                "peft_type": "LORA",
-                "task_type": None,
-                "base_model_name_or_path": base_in_header(self.work.original) or None,
-                "r": rank,
-                "lora_alpha": alpha,
-                "lora_dropout": 0.0,
-                "target_modules": sorted(settings),
-                "rank_pattern": {_pattern(name, ranks): each for name, each in ranks.items() if each != rank},
-                "alpha_pattern": {_pattern(name, alphas): each for name, each in alphas.items() if each != alpha},
-                "bias": "none",
-                "use_dora": any(key.endswith("lora_magnitude_vector") for key, _ in items),
-                "use_rslora": False,
-                "lora_bias": any(key.endswith("lora_B.bias") for key, _ in items),
-                "fan_in_fan_out": False,
-                "inference_mode": True,
-            }
-        return (json.dumps(known, indent=2) + "\n").encode()
+    def _settings(self, settings: Mapping[str, tuple[float, int]], items: Sequence[tuple[str, Ref]]) -> dict[str, Any]:
+        """Return the settings of PEFT: those of the input, if it has PEFT's names."""
+        if self.config and not any(module.label for module in self.modules):
+            return self.config
+        names = [key for key, _ in items]
+        return {
+            "peft_type": "LORA",
+            "task_type": None,
+            "base_model_name_or_path": base_in_header(self.work.original) or None,
+            "lora_dropout": 0.0,
+            "target_modules": sorted(settings),
+            **rank_settings(
+                {name: rank for name, (_, rank) in settings.items()},
+                {name: scale * rank for name, (scale, rank) in settings.items()},
+            ),
+            "bias": "none",
+            "use_dora": any(name.endswith("lora_magnitude_vector") for name in names),
+            "lora_bias": any(name.endswith("lora_B.bias") for name in names),
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+        }
 
 
 def _is_zero(tensor: StoredTensor) -> bool:
     """Return whether all values are zero; -0 is, too."""
     data, size = tensor.values, BY_NAME[tensor.view.dtype].itemsize
     return not (data[size - 1 :: size].translate(None, b"\0\x80") or any(any(data[at::size]) for at in range(size - 1)))
-
-
-def _pattern(name: str, names: Collection[str]) -> str:
-    """Return the pattern of PEFT for one module: its name, which may also be the end of another."""
-    return f"^{name}" if any(other.endswith(f".{name}") for other in names) else name
-
-
-def _plain(number: float) -> float | int:
-    return int(number) if number == int(number) else number
 
 
 def _halves(scale: float) -> tuple[float, float]:

@@ -26,6 +26,7 @@ LAYOUTS: Final = {
 #: Parts of a module, by PEFT's names for them.
 DOWN: Final = "lora_A.weight"
 UP: Final = "lora_B.weight"
+_COMFYUI_ENCODERS: Final = ("clip_l", "clip_g", "t5xxl")
 #: The text encoders under the names of each program.
 _ENCODERS: Final = {
     "kohya": {"text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_", "text_encoder_3": "lora_te3_"},
@@ -86,6 +87,22 @@ def modules_of(keys: Collection[str]) -> list[LoraModule]:
         if lone or {*parts} == {"alpha"}:
             raise RefusedError(f"{quoted(parts[lone or 'alpha'])} has no partner: the file is incomplete")
     return [LoraModule(*which, parts) for which, parts in found.items()]
+
+
+def base_of(modules: Sequence[LoraModule], shape: Callable[[str], tuple[int, ...]]) -> str:
+    """Return the names of the models that have all modules of a LoRA, or "" if none is known."""
+    try:
+        return Renaming(modules, "diffusers", "", shape).base
+    except RefusedError:
+        return ""
+
+
+def layout_of(modules: Sequence[LoraModule]) -> str:
+    """Return the program whose names a LoRA of a pipeline has."""
+    if any(module.dotless for module in modules):
+        return "kohya"
+    comfyui = any(module.label in ("diffusion_model", *_COMFYUI_ENCODERS) for module in modules)
+    return "ComfyUI" if comfyui else "diffusers"
 
 
 class Renaming:

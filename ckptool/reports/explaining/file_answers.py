@@ -13,6 +13,7 @@ from ...base.addresses import is_folder
 from ...base.errors import CkptoolError
 from ...base.globs import escaped
 from ...base.lazy import regex
+from ...base.prefixes import adapter_keys
 from ...base.records import NamedTuple
 from ...base.steps import STDIN, AnyStep, Line, Step, as_step, command, in_shell, suggested_output, tree_step
 from ...base.text import join_limited, pluralize, shape_text
@@ -63,8 +64,8 @@ def signs(checkpoint: Checkpoint, details: Details) -> list[str]:
     for an entry or an entry of an entry, ``class: numpy.dtype`` for a class or function in the pickles, ``dtype:
     float16``, ``finding: adapter`` for a finding of ``inspect``, ``metadata: format`` for a field of a header, ``state
     dict: model``, ``entry = epoch`` for a detail of the message; and the words ``folder``, ``tensors``, ``module`` for
-    a pickled module, ``complete`` if no file of several is missing, and ``dequantizes`` if
-    the weights are quantized and can be turned back.
+    a pickled module, ``complete`` if no file of several is missing, ``dequantizes`` if the weights are quantized and
+    can be turned back, and ``converts: peft`` if a LoRA can be given that layout and has another.
     """
     survey, container = checkpoint.survey, checkpoint.container
     yes = {
@@ -80,6 +81,7 @@ def signs(checkpoint: Checkpoint, details: Details) -> list[str]:
         *(word for word, true in yes.items() if true),
         *(f"{name} = {value}" for name, value in details.items()),
         *(f"finding: {item['code']}" for item in findings),
+        *(f"converts: {layout}" for layout in _lora_layouts(checkpoint)),
         *(f"metadata: {name}" for name in container.metadata),
         *(f"state dict: {item.path}" for item in checkpoint.state_dicts),
         *(f"entry: {path}" for path in _entries(checkpoint)),
@@ -88,6 +90,15 @@ def signs(checkpoint: Checkpoint, details: Details) -> list[str]:
         *(f"key: {entry.key}" for entry in survey.tensors),
         *(f"path: {entry.path}" for entry in survey.tensors),
     ]
+
+
+def _lora_layouts(checkpoint: Checkpoint) -> list[str]:
+    """Return the layouts that a LoRA can be given, without the one that it has."""
+    if not adapter_keys([entry.key for entry in checkpoint.survey.tensors[:3]]):
+        return []
+    from ...edits.lora_layouts import possible_layouts  # only for adapters
+
+    return possible_layouts(checkpoint)
 
 
 def _entries(checkpoint: Checkpoint) -> Iterator[str]:

@@ -34,7 +34,7 @@ from ...safety.calls import acts
 Details: TypeAlias = Mapping[str, str]
 _FILE: Final = os.path.join(os.path.dirname(__file__), "errors.toml")
 #: The path of the file in a step, or with a word, a suffix or both, an unused name next to it: ``{path:cpu.pth}``.
-_PATH: Final = regex(r"\{path(?::(\w*)(\.\w+)?)?\}")
+_PATH: Final = regex(r"\{path(?::(\w*)(\.\w+|/)?)?\}")
 #: The name of a file in the folder of the path.
 _BESIDE: Final = regex(r"\{beside:([^{}]*)\}")
 #: Signs in a traceback, by name: a frame of ``torch.load``, or the line that calls it; a line about a checkpoint.
@@ -316,6 +316,8 @@ def named(text: str, path: str, details: Details) -> str:
         word, suffix = match[1], match[2] or ""
         if word is None:
             return path
+        if suffix == "/":  # a folder
+            return suggested_output(f"{os.path.splitext(path)[0]}.{word}")
         output = suggested_output(path, word, suffix)
         return output if output != path else suggested_output(path, "2", suffix)
 
