@@ -165,6 +165,7 @@ PLACEHOLDERS: Final = {
     "KEY": "the path of an entry, a state dict or a tensor, as `inspect` prints it: `state_dict.fc.bias`",
     "KIND": "a kind of loss; `convert --help` lists them",
     "MESSAGE": "the text of an error",
+    "LAYOUT": "a layout of LoRAs: `kohya`, `comfyui`, `diffusers` or `peft`",
     "MODULE": "a Python module that can be imported",
     "N": "a number",
     "NAME": "a name of your own: a new key, an entry in the header of safetensors",

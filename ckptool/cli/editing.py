@@ -131,11 +131,7 @@ def _targets(request: EditRequest, paths: tuple[str, ...], how: Writing) -> Sequ
             raise click.UsageError(f"Two inputs are called {clean(twice)!r}: their outputs would be one file.")
         refuse_address(out_dir)
         if not how.dry_run:
-            try:
-                os.makedirs(out_dir, exist_ok=True)
-            except OSError as error:
-                what = "it is a file, not a folder" if os.path.isfile(out_dir) else error.strerror or str(error)
-                raise OutputError(what, path=out_dir) from error
+            make_folder(out_dir)
         return [os.path.join(out_dir, name) for name in names]
     if output is not None:
         if output == "-":
@@ -149,6 +145,15 @@ def _targets(request: EditRequest, paths: tuple[str, ...], how: Writing) -> Sequ
         itself = ", edit the file itself with --in-place," if on_disk else ","
         raise click.UsageError(f"Missing option '-o' / '--output': say where to write{itself} or try --dry-run.")
     return [None] * len(paths)
+
+
+def make_folder(path: str) -> None:
+    """Create the folder of several outputs; raise OutputError if that is not possible."""
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        what = "it is a file, not a folder" if os.path.isfile(path) else error.strerror or str(error)
+        raise OutputError(what, path=path) from error
 
 
 def _edit_one(request: EditRequest, path: str, how: Writing, target: str | None) -> EditReport:

@@ -23,7 +23,7 @@ from ..files.archives import exists
 from ..formats.opening import open_checkpoint
 from ..formats.outputs import named_format
 from .edit_report import change_lines, rename_lines, sanitize_lines
-from .editing import EditRequest, WithFields, edit_all
+from .editing import EditRequest, WithFields, edit_all, make_folder
 from .help import GroupedCommand, headings, variable
 from .options import (
     KEY,
@@ -237,7 +237,7 @@ def _folders(kind: Edit, path: str, edit: Call, how: Writing) -> list[str]:
     with open_checkpoint(path) as checkpoint:
         found: list[str] = function(kind.splits)(checkpoint, **edit.arguments)
     if len(found) > 1 and how.output is not None and not how.dry_run:
-        os.makedirs(how.output, exist_ok=True)
+        make_folder(how.output)
     return found
 
 

@@ -52,9 +52,10 @@ GROUPS: Final = {
         "edit": ("edits", "edit", "Apply several edits in one pass."),
     },
     "Combine and convert": {
-        **_edits("merge", "average", "lora merge", "lora convert", "lora extract", "lora resize", "dequantize"),
+        **_edits("merge", "average", "dequantize"),
         "convert": ("edits", "convert", "Write the same checkpoint in another format."),
     },
+    "LoRA": _edits("lora merge", "lora convert", "lora extract", "lora resize"),
     "Repair and publish": {
         **_edits("sanitize"),
         "redact": ("edits", "redact", "Find and remove what a published file should not reveal."),

@@ -93,6 +93,9 @@ def convert_lora(
     ``adapter_config.json`` for a file without one beside it, or its content. ``allow_loss`` with "entries" leaves out
     what the layout has no place for. Raise RefusedError if the modules are not known, or something would be lost;
     TargetError for an unknown layout.
+
+    >>> ckptool.convert_lora("adapter", "kohya").changes[0].words
+    "1 module in the layout of kohya's sd-scripts"
     """
     name, _, wanted = layout.removeprefix("lora:").partition(":")
     if name not in LAYOUTS or (wanted and wanted not in families()):
@@ -103,7 +106,7 @@ def convert_lora(
 
 
 def lora_models(checkpoint: Checkpoint, layout: str, **how: Any) -> list[str]:
-    """Return the models for each of which the layout has a folder of its own; none for a single file."""
+    """Return the models that get a folder each in the layout; none for a single file."""
     if not layout.removeprefix("lora:").startswith("peft"):
         return []
     name, _, wanted = layout.removeprefix("lora:").partition(":")
@@ -303,7 +306,7 @@ class _Conversion:
         return _Change(made, scales[first_number] if same else 1.0)
 
     def _heights(self, out: Out, present: Sequence[tuple[int, LoraModule]]) -> list[int]:
-        """Return the rows of each part of a joined module; those of a missing part follow from the others."""
+        """Return the rows of each part of a joined module; the others say how many a missing part has."""
         known = {}
         for number, module in present:
             key = next(module.parts[part] for part in _ROWS if part in module.parts)
@@ -464,7 +467,7 @@ class _Conversion:
         return self.work.tensor(f"{key}.{part}", dtype, made.shape, piece, old.location)
 
     def _settings(self, settings: Mapping[str, tuple[float, int]], items: Sequence[tuple[str, Ref]]) -> dict[str, Any]:
-        """Return the settings of PEFT: those of the input, if it has PEFT's names."""
+        """Return the settings of PEFT: the input's own, if it has PEFT's names."""
         if self.config and not any(module.label for module in self.modules):
             return self.config
         names = [key for key, _ in items]

@@ -78,7 +78,7 @@ def modules_of(keys: Collection[str]) -> list[LoraModule]:
         if name is None and key.startswith(PEFT_PREFIX):  # of a module that was trained as a whole
             name = peft_name(key.removeprefix(PEFT_PREFIX))
         if name is None:
-            raise RefusedError(f"{quoted(key)} is no tensor of a LoRA", next="give the file of the adapter alone")
+            raise RefusedError(f"{quoted(key)} does not belong to a LoRA", next="give the file of the adapter alone")
         parts = found.setdefault((name.label, name.module, name.layout == "kohya"), {})
         if parts.setdefault(name.part, key) != key:
             raise RefusedError(f"{quoted(key)} and {quoted(parts[name.part])} mean the same tensor")
@@ -126,7 +126,7 @@ class Renaming:
         return list(dict.fromkeys(out.model for out in self.outs))
 
     def prefix(self, out: Out) -> str:
-        """Return what stands before the name of a module; "" if the program has no such model."""
+        """Return the prefix of a module; "" if the program has no such model."""
         if self.layout == "peft":
             return PEFT_PREFIX
         encoders = _ENCODERS[self.layout]
@@ -176,7 +176,7 @@ class Renaming:
         return f"{out.model}/{name}" if self.layout == "peft" else self.prefix(out) + name
 
     def _keeps_names(self, core: Sequence[int]) -> bool:
-        """Whether the names of an unknown model are right as they are: those of its own library."""
+        """Return whether the names of an unknown model are right as they are: its library wrote them."""
         labels = {self.modules[at].label for at in core}
         own = labels == {""} or (self.layout in ("peft", "diffusers") and labels <= {"unet", "transformer"})
         return own and not any(self.modules[at].dotless for at in core)
@@ -221,13 +221,13 @@ class Renaming:
         return found
 
     def _outs(self, places: Mapping[int, Place], family: Family) -> Iterator[Out]:
-        """Yield the modules of the output for those of a model, given their places in its family."""
+        """Yield the modules of the output for the modules of a model, given their places in its family."""
         side = {"kohya": family.kohya, "comfyui": family.comfyui}.get(self.layout, 1)
         joined: dict[tuple[Any, ...], dict[int, int]] = {}
         rules: dict[tuple[Any, ...], Place] = {}
         for at, place in places.items():
             rule = place.rule
-            if side == 0 and rule.one_way:  # names that are only read: those of the rule with the same other side
+            if side == 0 and rule.one_way:  # only read: take the name of the rule with the same other side
                 other = next((each for each in family.places(place.names(1)[0], dotless=False) if each.side), None)
                 if other is None or len(other.rule.b) != len(rule.b):
                     what = f"{quoted(self.modules[at].name)} is only a part of a module of {LAYOUTS[self.layout]}"

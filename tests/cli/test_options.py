@@ -213,6 +213,7 @@ WRITING = (ckptool.save, ckptool.save_in_place, ckptool.convert)
 NOT_OPTIONS = {
     ("lora merge", "adapters"): "the paths after the first one",
     ("lora extract", "base"): "the path after the first one",
+    ("lora convert", "model"): "the command line writes a folder for each model",
     ("edit", "steps"): "options and their texts in an order, which keywords do not have",
     ("remap", "devices"): "the fields of DeviceMap are the options",
     ("rename", "regex"): "--rename takes every form",
