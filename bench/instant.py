@@ -93,6 +93,28 @@ def in_place(tool: list[str], spec: Spec, work: Path) -> Group:
     )  # fmt: skip
 
 
+def header(tool: list[str], spec: Spec, work: Path) -> Group:
+    """Edit the header of a safetensors file: in place, undone after each run, and to a new file."""
+    original, path = work / spec.name, work / f"in-place-{spec.name}.safetensors"
+    output = work / "output.safetensors"
+
+    def convert(unfinished: Path) -> None:
+        made(lambda place: files.make(spec, place), original)()
+        words = ("convert", str(original), "--to-format", "safetensors", "--metadata", "epoch=3")
+        subprocess.run([*tool, *words, "-o", str(unfinished), "--force", "-q"], check=True, cwd=files.ROOT)
+
+    def back() -> None:
+        if Path(f"{path}.ckptool-undo").exists():
+            subprocess.run([*tool, "undo", str(path), "-q"], check=True, cwd=files.ROOT)
+
+    words, new = ("edit", "--set", "epoch=4"), ("edit", "--set", "__metadata__.notes=new")
+    edit = Job(f"{' '.join(words)} --in-place", (*tool, words[0], str(path), *words[1:], "--in-place"), (path,))
+    write = command(tool, *new, source=path, output=output, check="tensors")
+    jobs = (edit._replace(reset=back), write, references.copy(path, output))
+    rows = (Row(edit.name, COPY, _IN_PLACE, reader=True), Row(write.name, COPY, Target(ratio=1.0), reader=True))
+    return Group("in place, safetensors", spec.label, jobs, rows, (made(convert, path),), (path, output), WARM)
+
+
 def _back(path: Path) -> Callable[[], None]:
     """Return a step that cuts a file to its first length. Raises JobError if it is then not the first file again."""
     first: list[tuple[int, bytes]] = []

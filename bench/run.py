@@ -113,6 +113,7 @@ def chosen(options: Options) -> list[Group]:
     for kind in images.KINDS:
         ready += instant.sharing(tool, kind, big, files.SPARSE_20, work)
     ready += [instant.in_place(tool, spec, work) for spec in (big, files.SPARSE_100)]
+    ready.append(instant.header(tool, big, work))
     ready.append(groups.small(tool, work, small, peers.over_folder(work, groups.small_folder(work, small))))
     samples = groups.pickles_folder(work, 20 if options.quick else _SMALL_PICKLES)
     ready.append(groups.pickles(tool, samples, peers.over_folder(work, samples)))
