@@ -232,6 +232,7 @@ def as_before(path: str) -> Iterator[None]:
             yield
         finally:
             removed(path)
+            removed(f"{path}.ckptool-undo")
             shutil.move(kept, path)
 
 
@@ -290,7 +291,8 @@ class Walk:
         said = say(*words)
         if said.code >= 70:
             self.wrong(trail, shlex.join(words), said.all)
-        for name in set(os.listdir()) - before:
+        kept = {f"{word}.ckptool-undo" for word in words[1:2] if "--in-place" in words}  # by which undo goes back
+        for name in set(os.listdir()) - before - kept:
             removed(name)
         try:
             return printed(said.all, shlex.join(words)), said.code in (0, 1)
