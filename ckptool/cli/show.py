@@ -210,7 +210,7 @@ def _listed(path: str, *, how: dict[str, Any], names: bool, several: bool, style
         parts = sections(survey, entries, sizes, together=how["everything"] and how["sort"] != "file")
         rest = 0 if how["everything"] else len(survey.tensors) - len(entries)
         texts = checkpoint.metadata if checkpoint.container.holds_texts else ()
-        more = [f"metadata: {clean(join_limited(list(texts), most=6))}"] if texts and not how["globs"] else []
+        more = [f"metadata: {clean(join_limited(list(texts), most=6))}"] if {*texts} - {"format"} and not how["globs"] else []
         del survey, entries, checkpoint  # the text reuses their memory
         text = "\n".join([clean(path)] * several + [drawn(parts, rest), *more])
     else:
