@@ -40,10 +40,12 @@ def pasted(dtype: Dtype, rows: int, columns: int, blocks: tuple[Block, ...], wid
         if block.factor != 1:
             data = _multiplied(data, dtype.name, block.factor)
         wide = len(data) // max(block.source.view.shape[0], 1)
-        for at in range(block.rows):
+        # Whole rows that stay whole are one run of bytes.
+        run = max(block.rows, 1) if wide == columns * size == block.columns * size else 1
+        for at in range(0, block.rows, run):
             begin = (block.first_row + at) * wide + block.first_column * size
             into = ((block.row + at) * columns + block.column) * size
-            out[into : into + block.columns * size] = data[begin : begin + block.columns * size]
+            out[into : into + run * block.columns * size] = data[begin : begin + run * block.columns * size]
     yield swapped(bytes(out), width)
 
 
