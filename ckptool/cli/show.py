@@ -209,8 +209,8 @@ def _listed(path: str, *, how: dict[str, Any], names: bool, several: bool, style
     elif style == "table":
         parts = sections(survey, entries, sizes, together=how["everything"] and how["sort"] != "file")
         rest = 0 if how["everything"] else len(survey.tensors) - len(entries)
-        texts = checkpoint.metadata if checkpoint.container.holds_texts else ()
-        more = [f"metadata: {clean(join_limited(list(texts), most=6))}"] if {*texts} - {"format"} and not how["globs"] else []
+        texts = list(checkpoint.metadata) if checkpoint.container.holds_texts and not how["globs"] else []
+        more = [f"metadata: {clean(join_limited(texts, most=6))}"] if {*texts} - {"format"} else []
         del survey, entries, checkpoint  # the text reuses their memory
         text = "\n".join([clean(path)] * several + [drawn(parts, rest), *more])
     else:
