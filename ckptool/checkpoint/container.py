@@ -304,6 +304,10 @@ class Container:
         """Yield (file name in the folder or "", texts) for each file that stores texts other than "format"."""
         return [("", self.metadata)] if self.metadata.keys() - {"format"} else []
 
+    def held_texts(self) -> Iterable[tuple[str, Mapping[str, str]]]:
+        """Yield all texts as ``texts`` does, also those that are part of the object."""
+        return self.texts()
+
     def other_dtypes(self, name: str) -> Mapping[str, str]:
         """Return the dtype of each tensor, by name, in other weights that are a cast of the object's weights."""
         return {}

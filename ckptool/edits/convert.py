@@ -79,8 +79,10 @@ def convert(
     # A string is one kind of loss, not one kind per letter.
     allow_loss = (allow_loss,) if isinstance(allow_loss, str) else allow_loss
     if to_format not in TARGETS:
-        message = f"{to_format!r} is not a format that can be written"
-        raise TargetError(message, next=f"one of {join_limited(TARGETS)}")
+        message, step = f"{to_format!r} is not a format that can be written", f"one of {join_limited(TARGETS)}"
+        if to_format in OUTPUTS and OUTPUTS[to_format].loader == "llama.cpp":
+            step = "python convert_hf_to_gguf.py FOLDER of llama.cpp makes it from a folder with config.json"
+        raise TargetError(message, next=step)
     unknown = [kind for kind in allow_loss if kind not in (*KINDS, "all")]
     if unknown:
         raise TargetError(f"{unknown[0]!r} is not a kind of loss", next=f"one of {join_limited(list(KINDS), most=9)}")

@@ -152,7 +152,7 @@ def read_container(source: Source) -> Container:
 
 def carried_pickles(checkpoint: Checkpoint) -> Iterable[FoundPickle]:
     """Return the pickles carried in tensors, and the metadata configuration that runs code."""
-    texts, tensors = checkpoint.container.texts(), checkpoint.survey.byte_tensors()
+    texts, tensors = checkpoint.container.held_texts(), checkpoint.survey.byte_tensors()
     if next(iter(texts), None) is None and next(tensors, None) is None:
         return ()  # most checkpoints have neither, and import nothing here
     found: Iterable[FoundPickle] = lazy.module("formats.search.carried").carried_pickles(checkpoint)

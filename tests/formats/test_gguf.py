@@ -409,7 +409,6 @@ def test_big_endian_blocks_are_refused(tmp_path: Path) -> None:
     [
         ["cast", "--to-dtype", "bf16", "-o", "OUT.gguf"],
         ["cast", "--to-dtype", "bf16", "-o", "OUT.safetensors"],
-        ["drop", "output.weight", "-o", "OUT.gguf"],
         ["average", "IN", "-o", "OUT.safetensors"],
         ["average", "IN", "-o", "OUT.gguf"],
     ],
@@ -422,3 +421,83 @@ def test_what_needs_plain_values_names_convert(line: Sequence[str], tmp_path: Pa
     )
     assert said.code and f"ckptool convert {path} -o {tmp_path / 'm.plain.safetensors'}" in said.err, said.all
     assert [each.name for each in tmp_path.iterdir()] == ["m.gguf"]
+
+
+# -- editing: metadata and names, with all else as it was
+
+
+def fields(path: Path) -> tuple[dict[str, bytes], dict[str, tuple[Any, ...]]]:
+    """What the reader of the package finds: the bytes of each entry, and each tensor with its bytes."""
+    reader = gguf.GGUFReader(path)
+    entries = {
+        name: b"".join(part.tobytes() for part in field.parts[1:])
+        for name, field in reader.fields.items()
+        if not name.startswith("GGUF.")
+    }
+    tensors = {each.name: (each.tensor_type, each.shape.tolist(), each.data.tobytes()) for each in reader.tensors}
+    return entries, tensors
+
+
+@pytest.mark.parametrize("order", ["LITTLE", "BIG"])
+@pytest.mark.parametrize("alignment", [32, 256])
+def test_an_edit_changes_what_it_names_and_nothing_else(alignment: int, order: str, tmp_path: Path) -> None:
+    path, out, back = (tmp_path / f"{name}.gguf" for name in ("m", "out", "back"))
+    how = {**HOW, "custom_alignment": alignment, "array": ("a.nested", [[1, 2], [3]]), "chat_template": "{{ x }}"}
+    how["token_list"] = [f"t{n}" for n in range(2000)]
+    written(path, converted(llama(), gguf.GGMLQuantizationType.Q4_0), how, endianess=gguf.GGUFEndian[order])
+    before = fields(path)
+    with ckptool.open(path) as checkpoint:
+        edited = ckptool.set(checkpoint, "general.name", "another, and longer" * 9)
+        edited = ckptool.set(edited, "llama.context_length", 1 << 20)
+        edited = ckptool.set(edited, "llama.rope.freq_base", 5e5)
+        edited = ckptool.set(edited, "general.new", "text")
+        edited = ckptool.drop(edited, ["tokenizer.chat_template", "blk.1.attn_q.weight"])
+        edited = ckptool.rename(edited, {"output.weight": "head.weight"})
+        ckptool.save(edited, out)
+    entries, tensors = fields(out)
+    assert ckptool.validate(out)["valid"]
+    wanted = {name: value for name, value in before[0].items() if name != "tokenizer.chat_template"}
+    edits = {"general.name", "llama.context_length", "llama.rope.freq_base"}
+    assert entries.keys() == wanted.keys() | {"general.new"}
+    assert {name for name, value in wanted.items() if entries[name] != value} == edits
+    assert gguf.GGUFReader(out).fields["llama.rope.freq_base"].contents() == 5e5
+    names = {name: "head.weight" if name == "output.weight" else name for name in before[1]}
+    del names["blk.1.attn_q.weight"]
+    assert tensors == {new: before[1][old] for old, new in names.items()}
+    # The reverse of an edit gives the same bytes.
+    one = ckptool.set(path, "general.name", "other")
+    ckptool.save(one, out, force=True)
+    ckptool.save(ckptool.set(out, "general.name", "tiny"), back)
+    assert back.read_bytes() == path.read_bytes() != out.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("llama.context_length", "long", "of the type uint32"),
+        ("llama.context_length", -1, "of the type uint32"),
+        ("llama.context_length", 1 << 32, "of the type uint32"),
+        ("llama.rope.freq_base", 0.1234567891, "of the type float32"),
+        ("general.name", 7, "of the type string"),
+        ("general.alignment", 64, "where the tensors are"),
+        ("general.new", None, "texts, numbers, bools"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(name: str, value: Any, words: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "m.gguf", {"t": np.zeros(4, np.float32)}, HOW)
+    with pytest.raises(RefusedError, match=words):
+        ckptool.save(ckptool.set(path, name, value), tmp_path / "out.gguf")
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_private_texts_of_the_metadata_are_redacted(tmp_path: Path) -> None:
+    path = written(tmp_path / "m.gguf", {"t": np.zeros(4, np.float32)}, {"name": "/home/jdoe/models/tiny"})
+    ckptool.save(ckptool.redact(path), tmp_path / "out.gguf")
+    assert b"jdoe" not in (tmp_path / "out.gguf").read_bytes()
+    assert fields(path)[1] == fields(tmp_path / "out.gguf")[1]
+
+
+def test_another_format_is_not_converted_to_gguf(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(2)}, tmp_path / "m.pth")
+    said = say("convert", tmp_path / "m.pth", "-o", tmp_path / "m.gguf")
+    assert said.code and "convert_hf_to_gguf.py" in said.err

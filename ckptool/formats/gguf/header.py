@@ -44,10 +44,10 @@ _SHORT_TEXTS: Final = regex(
 _MAX_DEPTH: Final = 8
 #: What llama.cpp reads at most: dimensions, and bytes of a tensor name.
 _MOST_DIMENSIONS, _LONGEST_NAME = 4, 63
-_STRING, _ARRAY = 8, 9
+STRING, ARRAY = 8, 9
 _SURROGATE: Final = regex("[\ud800-\udfff]")
 #: The number formats of values by their type.
-_NUMBERS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+NUMBERS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TYPE_NAMES: Final = {
     **{0: "uint8", 1: "int8", 2: "uint16", 3: "int16", 4: "uint32", 5: "int32", 6: "float32", 7: "bool"},
     **{8: "string", 9: "array", 10: "uint64", 11: "int64", 12: "float64"},
@@ -85,14 +85,17 @@ class TensorEntry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The header of one file. ``data`` is the offset of the tensors' bytes; ``problems`` are what llama.cpp refuses
-    although the file can be read."""
+    """The header of one file. ``places`` has the type of each entry, and the first and last byte of its value;
+    ``data`` is the offset of the tensors' bytes; ``problems`` are what llama.cpp refuses although the file can be read.
+    """
 
     version: int
     order: str
+    alignment: int
     metadata: dict[str, Any]
-    entries: tuple[TensorEntry, ...]
+    places: dict[str, tuple[int, int, int]]
     data: int
+    entries: tuple[TensorEntry, ...]
     problems: list[Finding]
 
 
@@ -107,17 +110,21 @@ def read_header(source: Source) -> Header:
     reader = _Reader(source, ">" if big else "<")
     reader.at = len(MAGIC) + len(raw)
     tensors, number = reader.number("Q"), reader.number("Q")
-    metadata: dict[str, Any] = {}
+    metadata, places = dict[str, Any](), dict[str, tuple[int, int, int]]()
     for _ in range(number):
         name = reader.string("the name of an entry", _MAX_KEY)
         if name in metadata:
             raise reader.broken(f"the entry {quoted(name)} is in it twice", name)
-        metadata[name] = reader.value(reader.number("I"), name)
+        kind = reader.number("I")
+        begin = reader.base + reader.at
+        metadata[name] = reader.value(kind, name)
+        places[name] = kind, begin, reader.base + reader.at
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1) or alignment > MAX_HEADER:
         raise reader.broken(f"general.alignment is {quoted(str(alignment))}, not a power of two", "general.alignment")
     found = [reader.tensor() for _ in range(tensors)]
-    return _placed(reader, version, metadata, found, alignment)
+    data, entries, problems = _placed(reader, metadata, found, alignment)
+    return Header(version, reader.order, alignment, metadata, places, data, entries, problems)
 
 
 class _Tensor(NamedTuple):
@@ -128,8 +135,10 @@ class _Tensor(NamedTuple):
     offset: int
 
 
-def _placed(reader: _Reader, version: int, metadata: dict[str, Any], found: list[_Tensor], alignment: int) -> Header:
-    """Return the header with the places of the tensors in the file, which it checks."""
+def _placed(
+    reader: _Reader, metadata: dict[str, Any], found: list[_Tensor], alignment: int
+) -> tuple[int, tuple[TensorEntry, ...], list[Finding]]:
+    """Return the offset of the data, the tensors with their places in the file, and what is wrong with these."""
     source, problems = reader.source, list[Finding]()
 
     def note(what: str, where: str, level: str = "error") -> None:
@@ -170,7 +179,7 @@ def _placed(reader: _Reader, version: int, metadata: dict[str, Any], found: list
         at, before = (entry.end, entry.name) if entry.end > at else (at, before)
     if source.size - max(at, data) > alignment:
         note(f"{source.size - max(at, data):,} bytes follow the last tensor", "", "warning")
-    return Header(version, reader.order, metadata, tuple(entries), data, problems)
+    return data, tuple(entries), problems
 
 
 def elements(source: Source, array: Array, order: str) -> list[Any]:
@@ -221,7 +230,7 @@ class _Reader:
         self.need(form.size)
         (value,) = form.unpack_from(self.data, self.at)
         self.at += form.size
-        return _shortest(value) if code == "f" else value
+        return shortest(value) if code == "f" else value
 
     def string(self, what: str, most: int = MAX_HEADER) -> str:
         size = self.number("Q")
@@ -234,14 +243,14 @@ class _Reader:
 
     def value(self, kind: int, name: str) -> Any:
         """Return the next value of a type; an array that is long or holds arrays is not decoded."""
-        if kind in _NUMBERS:
-            return self.number(_NUMBERS[kind])
-        if kind == _STRING:
+        if kind in NUMBERS:
+            return self.number(NUMBERS[kind])
+        if kind == STRING:
             return self.string(f"the text of {quoted(name)}")
-        if kind != _ARRAY:
+        if kind != ARRAY:
             raise self.broken(f"the entry {quoted(name)} is of the unknown type {kind}", name)
         inner, count = self.number("I"), self.number("Q")
-        if count <= SHORT and (inner == _STRING or inner in _NUMBERS):
+        if count <= SHORT and (inner == STRING or inner in NUMBERS):
             return self.elements(inner, count)
         begin = self.base + self.at
         self.skip(inner, count, 1)
@@ -249,14 +258,14 @@ class _Reader:
 
     def skip(self, kind: int, count: int, depth: int) -> None:
         """Go behind the elements of an array."""
-        if kind in _NUMBERS:
-            size = self.struct(_NUMBERS[kind]).size * count
+        if kind in NUMBERS:
+            size = self.struct(NUMBERS[kind]).size * count
             self.need(size)
             self.at += size
-        elif kind == _STRING:
+        elif kind == STRING:
             self._skip_strings(count)
-        elif kind != _ARRAY or depth >= _MAX_DEPTH:
-            what = f"arrays are nested more than {_MAX_DEPTH} deep" if kind == _ARRAY else f"type {kind} is unknown"
+        elif kind != ARRAY or depth >= _MAX_DEPTH:
+            what = f"arrays are nested more than {_MAX_DEPTH} deep" if kind == ARRAY else f"type {kind} is unknown"
             raise self.broken(what)
         else:
             for _ in range(count):
@@ -281,15 +290,15 @@ class _Reader:
 
     def elements(self, kind: int, count: int) -> list[Any]:
         """Return the next elements."""
-        if kind == _STRING:
+        if kind == STRING:
             return [self.string("a text") for _ in range(count)]
-        if kind == _ARRAY:
+        if kind == ARRAY:
             return [self.elements(self.number("I"), self.number("Q")) for _ in range(count)]
-        form = Struct(f"{self.order}{count}{_NUMBERS[kind]}")
+        form = Struct(f"{self.order}{count}{NUMBERS[kind]}")
         self.need(form.size)
         values = form.unpack_from(self.data, self.at)
         self.at += form.size
-        return [*map(_shortest, values)] if _NUMBERS[kind] == "f" else [*values]
+        return [*map(shortest, values)] if NUMBERS[kind] == "f" else [*values]
 
     def tensor(self) -> _Tensor:
         """Return the next tensor; ``offset`` is from the start of the data."""
@@ -322,7 +331,7 @@ def type_name(kind: int) -> str:
 _SINGLE: Final = Struct("<f")
 
 
-def _shortest(value: float) -> float:
+def shortest(value: float) -> float:
     """Return the number with the fewest digits that is the same in float32: 1e-05, not 9.999999747378752e-06."""
     for digits in (6, 7, 8):
         near = float(f"{value:.{digits}g}")

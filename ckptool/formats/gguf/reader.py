@@ -12,6 +12,7 @@ from copy import copy
 from functools import cached_property
 from typing import Any, Final
 
+from ...base.dtypes import Dtype
 from ...base.errors import MalformedError
 from ...base.findings import INCOMPLETE, TWO_FORMATS, Finding
 from ...base.lazy import regex
@@ -73,7 +74,7 @@ class GGUF(Container):
 
         if lacks := lacking(self.values, names[len(self.values) :]):
             what = f"the header lacks what llama.cpp needs for {quoted(self.architecture)}: {join_limited(lacks)}"
-            self.problems.append(Finding("gguf-lacks", "warning", what))
+            self.problems.append(Finding("gguf-lacks", "note", what))
 
     @property
     def architecture(self) -> str:
@@ -97,19 +98,7 @@ class GGUF(Container):
         return whole
 
     def _built(self) -> Graph:
-        """Return the dict of the metadata and the tensors; an array that is not decoded is described by a text."""
-        builder = Builder()
-
-        def node(value: Any) -> Ref:
-            if isinstance(value, Array):
-                value = f"[{pluralize(value.number, type_name(value.kind))}]"
-            return builder.sequence([*map(node, value)]) if isinstance(value, list) else builder.constant(value)
-
-        items = [(name, node(value)) for name, value in self.values.items()]
-        for key, (_, entry) in self.entries.items():
-            strides, size = contiguous_strides(entry.shape), entry.end - entry.begin
-            items.append((entry.name, builder.tensor(PlainTensor(entry.dtype, entry.shape, strides, key, size))))
-        return builder.graph(builder.mapping(items))
+        return object_of(self.values, [(e.name, e.dtype, e.shape, e.end - e.begin) for _, e in self.entries.values()])
 
     def stored(self, key: str) -> StorageLocation:
         if key not in self.entries:
@@ -133,7 +122,7 @@ class GGUF(Container):
         shapes = {entry.name: entry.shape for _, entry in self.entries.values()}
         return originals(self.values, shapes)
 
-    def texts(self) -> Iterable[tuple[str, Mapping[str, str]]]:
+    def held_texts(self) -> Iterable[tuple[str, Mapping[str, str]]]:
         """Yield the texts of the metadata. Programs render chat templates, and act on none of the others."""
         texts = {name: value for name, value in self.values.items() if isinstance(value, str)}
         return [("", texts)] if texts else []
@@ -153,6 +142,29 @@ class GGUF(Container):
             return ()
         what = "it is a GGUF file and a zip archive at once: zipfile, and what uses it, takes it for the archive"
         return [Finding(TWO_FORMATS, "error", what, refused=True)]
+
+
+def object_of(values: Mapping[str, Any], tensors: Iterable[tuple[str, Dtype, tuple[int, ...], int]]) -> Graph:
+    """Return a dict of metadata and of tensors: their names, dtypes, shapes and bytes.
+
+    An array that is not decoded is described by a text.
+    """
+    builder = Builder()
+
+    def node(value: Any) -> Ref:
+        value = described(value)
+        return builder.sequence([*map(node, value)]) if isinstance(value, list) else builder.constant(value)
+
+    items = [(name, node(value)) for name, value in values.items()]
+    for number, (name, dtype, shape, size) in enumerate(tensors):
+        plain = PlainTensor(dtype, shape, contiguous_strides(shape), str(number), size)
+        items.append((name, builder.tensor(plain)))
+    return builder.graph(builder.mapping(items))
+
+
+def described(value: Any) -> Any:
+    """Return a value as the object has it: a text for an array that is not decoded."""
+    return f"[{pluralize(value.number, type_name(value.kind))}]" if isinstance(value, Array) else value
 
 
 def sniff(head: bytes, source: Source) -> bool:

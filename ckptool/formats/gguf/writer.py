@@ -1,19 +1,165 @@
-"""GGUF is written by llama.cpp; ckptool only says so."""
+"""An edited GGUF file: a new header, and the bytes of its tensors as they are.
+
+Entries that no edit changed are copied with their types. A changed value keeps the type that it had.
+"""
 
 from __future__ import annotations
 
-from typing import NoReturn
+from struct import Struct, error
+from typing import Any, Final, cast
 
 from ...base.errors import RefusedError
+from ...base.records import NamedTuple
 from ...base.steps import command, suggested_output
+from ...base.text import quoted
 from ...checkpoint.checkpoint import Checkpoint, Target
+from ...checkpoint.objects import list_items, mapping
+from ...checkpoint.tensors import Tensor, is_contiguous
+from ...files.sources import Piece, Plan, Span, merge_pieces
+from ...pickles.nodes import List, Ref
+from ...values.elements import tensor_size
+from ..losses import Promise
+from .header import ARRAY, MAGIC, NUMBERS, STRING, TENSOR_TYPES, shortest, type_name
+from .reader import GGUF, described, object_of
+
+_TYPES: Final = {dtype.name: number for number, dtype in TENSOR_TYPES.items()}
+#: The types of new values: a bool, a whole number by its size, and any other number.
+_BOOL, _INTEGERS, _FLOAT = 7, (4, 5, 10, 11), 6
+_ALIGNMENT: Final = "general.alignment"
 
 
-def plan(checkpoint: Checkpoint, target: Target) -> NoReturn:
-    """Raise RefusedError, with the command that takes the weights out."""
-    what = "llama.cpp writes GGUF, ckptool reads it: convert_hf_to_gguf.py makes it from a folder of safetensors"
-    output = suggested_output(checkpoint.path, "plain", ".safetensors")
-    raise RefusedError(what, path=checkpoint.path, next=command("convert", checkpoint.path, output=output))
+class _Output(NamedTuple):
+    """The values of the metadata with their bytes, and the tensors with theirs."""
+
+    values: dict[str, Any]
+    entries: list[bytes]
+    tensors: list[tuple[str, Tensor, Piece]]
 
 
-promise = plan
+def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
+    """Return the file with its edited metadata and tensors; raise RefusedError for tensors with other values."""
+    output, container = _output(checkpoint), cast(GGUF, checkpoint.container)
+    source, header = container.files[0]
+    order, alignment = header.order, header.alignment
+    number = Struct(order + "Q").pack
+    at, infos, pieces, kept = 0, list[bytes](), list[Piece](), len(output.tensors) == len(header.entries)
+    for name, tensor, piece in output.tensors:
+        size, numbers = tensor_size(tensor), Struct(f"{order}I{len(tensor.shape)}QIQ")
+        shape = numbers.pack(len(tensor.shape), *reversed(tensor.shape), _TYPES[tensor.dtype], at)
+        infos += [_text(name, order), shape]
+        pieces += [piece, bytes(-size % alignment)]
+        kept = kept and piece == Span(source, header.data + at, size)
+        at += size + -size % alignment
+    counts = number(len(output.tensors)) + number(len(output.entries))
+    text = MAGIC + Struct(order + "I").pack(header.version) + counts + b"".join([*output.entries, *infos])
+    text += bytes(-len(text) % alignment)
+    if kept and source.size > header.data:
+        pieces = [Span(source, header.data, source.size - header.data)]
+    return Plan(merge_pieces([text, *pieces])), True
+
+
+def promise(checkpoint: Checkpoint, target: Target) -> Promise:
+    """Promise the metadata, and the names, dtypes and shapes of the tensors."""
+    output, container = _output(checkpoint), checkpoint.container
+    facts = ((name, TENSOR_TYPES[_TYPES[tensor.dtype]], tensor) for name, tensor, _ in output.tensors)
+    tensors = [(name, dtype, tensor.shape, tensor_size(tensor)) for name, dtype, tensor in facts]
+    manifest = {name: (dtype.name, shape) for name, dtype, shape, _ in tensors}
+    graph = object_of(output.values, tensors)
+    return Promise("gguf", graph, manifest=manifest, byteorder=container.byteorder)
+
+
+def _output(checkpoint: Checkpoint) -> _Output:
+    container = cast(GGUF, checkpoint.container)
+    source, header = container.files[0]
+    if len(container.files) > 1:
+        step = "join the files first: llama-gguf-split --merge"
+        raise RefusedError("the model is in several files, and edits write one", path=checkpoint.path, next=step)
+    items = mapping(checkpoint.graph, checkpoint.graph.root)
+    if items is None:
+        raise RefusedError("GGUF holds a dict of entries and tensors", path=checkpoint.path)
+    output, seen = _Output({}, [], []), set[str]()
+    for key, ref in items:
+        name, tensor = str(checkpoint.graph.nodes[key]), checkpoint.survey.reader.tensor(ref)
+        if name in seen:
+            raise RefusedError(f"two entries or tensors would be called {quoted(name)}", path=checkpoint.path)
+        seen.add(name)
+        if tensor is not None:
+            output.tensors.append((name, tensor, _piece(checkpoint, name, tensor)))
+            continue
+        old, value = header.metadata.get(name), _value(checkpoint, ref)
+        kind, begin, end = header.places.get(name, (-1, 0, 0))
+        if name in header.metadata and _alike(described(old), value):
+            raw = source.read(begin, end - begin)
+            value = old
+        else:
+            inner = int.from_bytes(source.read(begin, 4), "big" if header.order == ">" else "little")
+            kind = _kind(value) if kind < 0 else kind
+            value, raw = _encoded(checkpoint, name, value, kind, inner, header.order)
+        output.values[name] = value
+        output.entries.append(_text(name, header.order) + Struct(header.order + "I").pack(kind) + raw)
+    if output.values.get(_ALIGNMENT) != header.metadata.get(_ALIGNMENT):
+        what = f"{_ALIGNMENT} says where the tensors are, so it cannot be edited"
+        raise RefusedError(what, path=checkpoint.path)
+    return output
+
+
+def _piece(checkpoint: Checkpoint, name: str, tensor: Tensor) -> Piece:
+    """Return the bytes of a tensor, which must be as the file or an edit has them."""
+    body, size = checkpoint.body(tensor.storage), tensor_size(tensor)
+    whole = body is not None and isinstance(body.piece, Span | bytes) and body.size == size and not tensor.offset
+    if body is None or not whole or not is_contiguous(tensor) or tensor.dtype not in _TYPES:
+        what = f"llama.cpp writes the values of GGUF, and the edit changes those of {quoted(name)}"
+        step = command("convert", checkpoint.path, output=suggested_output(checkpoint.path, "plain", ".safetensors"))
+        raise RefusedError(what, path=checkpoint.path, next=step)
+    return body.piece
+
+
+def _value(checkpoint: Checkpoint, ref: Ref) -> Any:
+    """Return the value at a reference: a text, number, bool, or a list of these. Raise RefusedError for any other."""
+    node = checkpoint.graph.nodes[ref]
+    if isinstance(node, List):
+        return [_value(checkpoint, item) for item in list_items(node)]
+    if type(node) not in (str, int, float, bool):
+        raise RefusedError("GGUF holds texts, numbers, bools and lists of them", path=checkpoint.path)
+    return node
+
+
+def _alike(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and repr(one) == repr(other)
+
+
+def _kind(value: Any) -> int:
+    """Return the type for a new value."""
+    if isinstance(value, bool):
+        return _BOOL
+    if isinstance(value, int):
+        limits = ((1 << 32, 0), (1 << 31, -(1 << 31)), (1 << 64, 0))
+        return next((kind for kind, (high, low) in zip(_INTEGERS, limits) if low <= value < high), _INTEGERS[-1])
+    return STRING if isinstance(value, str) else _FLOAT if isinstance(value, float) else ARRAY
+
+
+def _encoded(checkpoint: Checkpoint, name: str, value: Any, kind: int, inner: int, order: str) -> tuple[Any, bytes]:
+    """Return a value as it will be read, and its bytes in this type; raise RefusedError if the type cannot hold it."""
+    if kind == STRING and isinstance(value, str):
+        return value, _text(value, order)
+    if kind in NUMBERS and isinstance(value, bool) is (kind == _BOOL) and isinstance(value, int | float):
+        form = Struct(order + NUMBERS[kind])
+        try:
+            raw = form.pack(value)
+        except (error, OverflowError):
+            raw = b""
+        (read,) = form.unpack(raw) if raw else (None,)
+        read = shortest(read) if NUMBERS[kind] == "f" and raw else read
+        if raw and read == value:
+            return read, raw
+    elif kind == ARRAY and isinstance(value, list):
+        parts = [_encoded(checkpoint, name, part, inner, -1, order) for part in value]
+        count = Struct(order + "IQ").pack(inner, len(parts))
+        return [part for part, _ in parts], count + b"".join(raw for _, raw in parts)
+    what = f"{quoted(name)} is of the type {type_name(kind)}, which cannot hold {value!r}"
+    raise RefusedError(what, path=checkpoint.path)
+
+
+def _text(text: str, order: str) -> bytes:
+    data = text.encode("utf-8", "surrogateescape")
+    return Struct(order + "Q").pack(len(data)) + data

@@ -33,7 +33,7 @@ _NOTE: Final = "a tensor that holds a pickle; TransformerEngine unpickles such v
 def carried_pickles(checkpoint: Checkpoint) -> Iterator[FoundPickle]:
     """Yield the pickles in byte tensors and in metadata, and metadata configuration that runs code. Only the first 512
     bytes of a tensor are read if they rule out a pickle, except of ``*_extra_state``."""
-    for file, texts in checkpoint.container.texts():
+    for file, texts in checkpoint.container.held_texts():
         where = f"{file}: __metadata__" if file else "__metadata__"
         yield from active_pickles(mapping_findings(texts), where)
         for key, text in texts.items():
