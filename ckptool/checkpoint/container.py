@@ -338,5 +338,5 @@ class Container:
         ``keys`` are the storages in use, in the order of the pickle; ``gone`` are the storages no longer in use.
         ``edit`` describes the edit; ``time`` is in seconds since 1970.
         """
-        what = f"only torch zips and safetensors are edited in place, and this is of the format {self.format}"
+        what = f"only torch zips, safetensors and GGUF are edited in place, and this is of the format {self.format}"
         raise RefusedError(what, next="write a new file with `-o=`")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import struct
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -12,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 from command_line import say
-from conftest import FIXTURES
+from conftest import FIXTURES, ROOT
 from gguf_files import ARRAY, STRING, entry, made, tensor, text, written
 from safetensors.torch import load_file
+from saving.test_headers_in_place import KILLER
 
 import ckptool
 from ckptool.base.dtypes import BLOCKS
@@ -488,6 +491,48 @@ def test_a_value_of_another_type_is_refused(name: str, value: Any, words: str, t
     with pytest.raises(RefusedError, match=words):
         ckptool.save(ckptool.set(path, name, value), tmp_path / "out.gguf")
     assert not (tmp_path / "out.gguf").exists()
+
+
+def test_an_edit_in_place_is_taken_back(tmp_path: Path) -> None:
+    path = written(tmp_path / "m.gguf", converted(llama(), gguf.GGMLQuantizationType.Q4_0), HOW)
+    whole, before = path.read_bytes(), fields(path)
+    for line, changed in (
+        (["edit", path, "--set", "llama.context_length=4096", "--in-place"], "llama.context_length"),
+        (["edit", path, "--set", "general.name=tony", "--in-place"], "general.name"),
+        (["edit", path, "--set", "general.name=" + "n" * 999, "--in-place", "--force"], "general.name"),
+        (["edit", path, "--drop", "general.name", "--in-place", "--force"], "general.name"),
+    ):
+        assert say(*line).code == 0
+        entries, tensors = fields(path)
+        assert tensors == before[1]
+        assert {name for name, value in before[0].items() if entries.get(name) != value} == {changed}
+        assert ckptool.undo(path)["left"] == 0 and path.read_bytes() == whole
+    assert say("edit", path, "--drop", "output.weight", "--in-place").code == 4
+    assert path.read_bytes() == whole
+
+
+def test_killed_at_every_call_of_an_edit_in_place(tmp_path: Path) -> None:
+    """The file has its old header or its new one, or ``undo`` gives the old one back."""
+    path, states = tmp_path / "model" / "m.gguf", tmp_path / "states"
+    path.parent.mkdir()
+    states.mkdir()
+    how = {"uint32": ("epoch", 3), "token_list": [f"token {n}" for n in range(2000)]}
+    written(path, {"m.weight": np.arange(8, dtype=np.float32), "m.bias": np.ones(4, np.float32)}, how)
+    whole = path.read_bytes()
+    command = [sys.executable, "-c", KILLER, *map(str, (path.parent, path.name, states, False, False, 2))]
+    subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    seen = []
+    for state in sorted(states.iterdir()):
+        file = state / path.name
+        try:
+            values = ckptool.get(file, "epoch"), *ckptool.open(file).survey.tensors
+            seen.append((values[0], values[1].key))
+        except CkptoolError as error:
+            assert error.next == f"ckptool undo {file}"
+            seen.append((0, ""))
+        ckptool.undo(file)
+        assert file.read_bytes() == whole
+    assert {*seen} == {(3, "m.weight"), (4, "weight"), (0, "")}
 
 
 def test_private_texts_of_the_metadata_are_redacted(tmp_path: Path) -> None:

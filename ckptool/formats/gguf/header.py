@@ -9,6 +9,7 @@ pieces: a remote header of 8 MB takes three requests.
 
 from __future__ import annotations
 
+import os
 import re
 from math import prod
 from struct import Struct, error
@@ -20,11 +21,13 @@ from ...base.findings import Finding
 from ...base.lazy import regex
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
-from ...base.steps import WHOLE_COPY, as_step, by_place
+from ...base.steps import WHOLE_COPY, as_step, by_place, undo_step
 from ...base.text import pluralize, quoted
-from ...files.sources import Source
+from ...files.sources import JOURNAL, Source
 
 MAGIC: Final = b"GGUF"
+#: The mark that ``files.write.headers`` puts at the start of a file.
+UNFINISHED: Final = b"\xff" * 8
 #: The most bytes of a header; vocabularies of 256,000 tokens take 15 MB.
 MAX_HEADER: Final = 256 << 20
 #: Bytes that are read first, then at a time, and then announced: a remote file takes a request for 4 MiB.
@@ -101,6 +104,8 @@ class Header(NamedTuple):
 
 def read_header(source: Source) -> Header:
     """Read and check a header; raise MalformedError with the rule that the file breaks."""
+    if is_unfinished(source):
+        raise MalformedError("an edit in place was not finished", path=source.name, next=undo_step(source.name))
     raw = source.read(len(MAGIC), 4)
     big = raw[:2] == b"\0\0"
     version = int.from_bytes(raw, "big" if big else "little")
@@ -125,6 +130,11 @@ def read_header(source: Source) -> Header:
     found = [reader.tensor() for _ in range(tensors)]
     data, entries, problems = _placed(reader, metadata, found, alignment)
     return Header(version, reader.order, alignment, metadata, places, data, entries, problems)
+
+
+def is_unfinished(source: Source) -> bool:
+    """Return whether a file has the mark that replaces the start of a header during an edit in place."""
+    return source.read(0, len(UNFINISHED)) == UNFINISHED and os.path.lexists(source.name + JOURNAL)
 
 
 class _Tensor(NamedTuple):

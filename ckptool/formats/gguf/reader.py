@@ -32,7 +32,7 @@ from ...checkpoint.tensors import contiguous_strides
 from ...files.sources import FolderSource, Source, Span
 from ...files.zips.reader import ends_in_directory
 from ...pickles.nodes import Graph, Ref
-from .header import MAGIC, Array, Header, TensorEntry, elements, read_header, type_name
+from .header import MAGIC, Array, Header, TensorEntry, elements, is_unfinished, read_header, type_name
 
 #: The name of a file of a split (llama.cpp: ``llama_split_path``).
 SPLIT: Final = regex(r"(.*)-(\d{5})-of-(\d{5})\.gguf\Z")
@@ -59,6 +59,7 @@ class GGUF(Container):
         self.files = files
         self.source, header = files[0]
         self.values = header.metadata
+        self.header_size = min(header.data, self.source.size) if len(files) == 1 else 0
         self.byteorder = "big" if header.order == ">" else "little"
         self.writer = f"a converter for llama.cpp (GGUF version {header.version})"
         self.problems = [problem for _, each in files for problem in each.problems]
@@ -168,8 +169,8 @@ def described(value: Any) -> Any:
 
 
 def sniff(head: bytes, source: Source) -> bool:
-    """Return whether a file begins as GGUF."""
-    return head.startswith(MAGIC)
+    """Return whether a file begins as GGUF, or an edit in place of one was not finished."""
+    return head.startswith(MAGIC) or (source.name.endswith(".gguf") and is_unfinished(source))
 
 
 def read(source: Source) -> GGUF:
