@@ -72,7 +72,7 @@ def _output(checkpoint: Checkpoint) -> _Output:
     container = cast(GGUF, checkpoint.container)
     source, header = container.files[0]
     if len(container.files) > 1:
-        step = "join the files first: llama-gguf-split --merge"
+        step = "join the files first, with llama-gguf-split of llama.cpp"
         raise RefusedError("the model is in several files, and edits write one", path=checkpoint.path, next=step)
     items = mapping(checkpoint.graph, checkpoint.graph.root)
     if items is None:
