@@ -204,6 +204,9 @@ CASES = {
     "state-dict-not-model": Case(saved, lambda: torch.load(PATH).eval(), cause="state dict"),
     "safetensors-cut": Case(cut_safetensors, open_safetensors, state_dict_of),
     "all-keys-matched": Case(saved, lambda: raise_(str(fill())), cause="shows no cause"),
+    "gguf-architecture": Case(
+        copied("real/tiny.gguf"), lambda: raise_(REPORTED["gguf-architecture"]), cause="Its converter"
+    ),
     "no-other-entry": Case(wrapped, lambda: torch.load(PATH)["optimizer"], cause="state_dict and epoch"),
 }
 
