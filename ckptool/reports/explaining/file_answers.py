@@ -272,8 +272,7 @@ _Function: TypeAlias = Callable[[Checkpoint, str, KnownError, Details], Answer |
 
 #: What the keys of a file can prove: loaders may rename keys before load_state_dict sees them.
 _ANOTHER: Final = "The message is about another file, or the program renames the keys first"
-#: Names of factors of an adapter, and the parts that PEFT adds to names when it loads one.
-_LORA: Final = regex(r"\.lora_(?:[AB]|embedding_[AB]|magnitude_vector)\b")
+#: The parts that PEFT adds to the names of an adapter when it loads one.
 _ADAPTER_NAME: Final = regex(r"(?:\.modules_to_save\.[a-z]\w*|(?<=\.lora_[AB])\.default)(?=\.)")
 
 
@@ -283,7 +282,7 @@ _ADAPTER_NAME: Final = regex(r"(?:\.modules_to_save\.[a-z]\w*|(?<=\.lora_[AB])\.
 def _for_keys(checkpoint: Checkpoint, text: str, known: KnownError, details: Details) -> Answer | None:
     path = checkpoint.path
     names = {str(checkpoint.graph.nodes[key]) for item in checkpoint.state_dicts for key, _ in item.items}
-    if any(map(_LORA.search, names)) and not any(map(_ADAPTER_NAME.search, names)):
+    if adapter_keys(names) and not any(map(_ADAPTER_NAME.search, names)):
         text = _ADAPTER_NAME.sub("", text)
     error = read_error(text)
     if error is None:
