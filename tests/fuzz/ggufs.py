@@ -136,7 +136,7 @@ def _plain(reader: Any, out: str) -> str:
         return "another number of tensors"
     for each in reader.tensors:
         block = gguf.GGML_QUANT_SIZES[each.tensor_type][0] > 1
-        if block and each.name in found:
+        if block and each.data.size and each.name in found:
             wanted = gguf.dequantize(each.data.reshape(-1, each.data.shape[-1]), each.tensor_type)
             if found[each.name].numpy().tobytes() != wanted.tobytes():
                 return "other values"
