@@ -27,7 +27,7 @@ def _edits(*names: str) -> dict[str, tuple[str, str, str]]:
 
 
 #: The words that begin commands of two words, with one line of help.
-FIRST_WORDS: Final = {"lora": "Merge LoRAs and other adapters."}
+FIRST_WORDS: Final = {"lora": "Merge adapters, and convert, extract and resize LoRAs."}
 #: Groups of commands. Each command has its module, its function and one line of help, which is "" if the table of edits
 #: has it.
 GROUPS: Final = {

@@ -241,5 +241,6 @@ def any_name(key: str) -> Name | None:
     if matrix or match["saved"]:
         part = f"{_MATRICES[matrix] if matrix else 'copy'}.{last}"
     else:
-        part = "lora_magnitude_vector.weight" if match["norms"] else match["table"] or match["own"]
+        own = match["own"] and match["own"] + (f".{match['last']}" if match["last"] else "")
+        part = "lora_magnitude_vector.weight" if match["norms"] else match["table"] or own
     return Name(layout, label, module, part, match["name"] or "")

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from math import sqrt
+from math import prod, sqrt
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -143,6 +143,8 @@ def open_adapter(
     """
     checkpoint = as_checkpoint(source)
     found = {entry.key: entry.tensor for entry in checkpoint.survey.tensors}
+    if len({key.removeprefix(PEFT_PREFIX) for key in found}) < len(checkpoint.survey.tensors):
+        raise RefusedError("two of its tensors have the same name", path=checkpoint.path)
     if is_of_pipeline(found.keys()):
         config = {"base_model_name_or_path": base_in_header(checkpoint)}
         adapter = Adapter(checkpoint, config, found, of_pipeline=True, alpha=alpha)
@@ -199,7 +201,8 @@ def _without_config(adapter: Adapter) -> RefusedError:
     if not adapter_keys(keys):
         return adapter.refusal(f"it is not an adapter: there is no {CONFIG} beside it, and no name of an adapter in it")
     message = f"there is no {CONFIG} beside it, and without lora_alpha the scale of the adapter is not known"
-    way = f"put the {CONFIG} that was saved with it into the same folder, name it with `--config FILE`, or give "
+    way = f"put its {CONFIG} into the same folder, name it with `--config FILE`"
+    way += " if the command has it, or give "
     return adapter.refusal(message, (way + "`--alpha=`, its lora_alpha"))
 
 
@@ -208,8 +211,6 @@ def check_tensors(adapter: Adapter) -> None:
     checkpoint = adapter.checkpoint
     if empty := empty_weights(checkpoint):
         raise adapter.refusal(empty, GATHER)
-    if len(adapter.tensors) < len(checkpoint.survey.tensors):
-        raise adapter.refusal("two of its tensors have the same name")
     for entry in checkpoint.survey.tensors:
         refuse_bits(checkpoint, entry.ref, entry.key)
     for key, tensor in adapter.tensors.items():
@@ -218,6 +219,13 @@ def check_tensors(adapter: Adapter) -> None:
             raise adapter.refusal(f"{quoted(key)} has no floating-point values ({tensor.location}, {tensor.dtype})")
         if tensor.kind != "dense" or not tensor.storage or dtype is None or dtype.packed > 1:
             raise adapter.refusal(f"{quoted(key)} is packed or sparse ({tensor.kind}, {tensor.dtype})")
+
+
+def check_product(adapter: Adapter, down: str, up: str) -> None:
+    """Raise RefusedError unless two matrices with these keys have a product with values."""
+    (a, b), names = (adapter.tensors[key].shape for key in (down, up)), f"{quoted(up)} and {quoted(down)}"
+    if min(len(a), len(b)) < 2 or not prod(a) * prod(b) or not a[0] == b[1] == prod(b[1:]):
+        raise adapter.refusal(f"shapes that do not fit together: {names}")
 
 
 def check_settings(adapter: Adapter) -> None:

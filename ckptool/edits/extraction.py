@@ -32,14 +32,10 @@ from ..values.torch.loads import need_torch
 from ..values.torch.low_rank import Difference, LowRank
 from .adapter_names import PEFT_PREFIX
 from .adapter_settings import vector
-from .model_config import EMBEDDING, HEAD
+from .model_config import EMBEDDING, HEAD, LOOKUP
 from .ranks import Factors, dtype_to_write, kept_changes, of_peft, rank_settings
 from .recompute import Recomputation, has_arithmetic, quantized_refusal, refuse_bits, tensors_of
 
-#: Modules that look up rows, by their last name: PEFT gives their matrices other names, and multiplies the transpose.
-_LOOKUP: Final = regex(
-    r"(?:embed(?:ding|dings|_tokens|_positions|_in)?|_embeddings?|wte|wpe|shared|relative_attention_bias)\Z"
-)
 #: GPT-2's modules whose weight has a row for each input; others with these names have one for each output.
 _BY_INPUT: Final = regex(r"(?:\A|\.)(?:c_attn|c_proj|c_fc|q_attn)\Z")
 #: Buffers that models of some versions hold, and those of other versions compute.
@@ -86,6 +82,8 @@ def extract_lora(
     one, other = _Side(tuned, key), _Side(as_checkpoint(base), key)
     only = dotted(Globs(include, exclude), one.work.checkpoint, other.work.checkpoint)
     names = _common(one, other, only)
+    if not names:
+        raise RefusedError("no tensor of both models is chosen", path=tuned.path)
     differing = [name for name in names if _differs(one.stored(name), other.stored(name))]
     if not differing:
         what = f"its values equal those of {other.path}: there is no difference to extract"
@@ -229,7 +227,7 @@ class _Extraction:
         if not all(has_arithmetic(each.view) for each in (tuned, base)):
             raise RefusedError(f"{quoted(name)} is {tuned.view.dtype}, and has no difference", path=self.tuned.path)
         shape = tuned.view.shape
-        lookup = len(shape) == 2 and bool(_LOOKUP.search(module))
+        lookup = len(shape) == 2 and bool(LOOKUP.search(module))
         turned = lookup or (self.by_input and bool(_BY_INPUT.search(module)))
         rank = min(self.rank, shape[0], prod(shape[1:]))
         how = LowRank.of(Difference(tuned, base, turned), rank, self.dtype, work.width(BY_NAME[self.dtype]))

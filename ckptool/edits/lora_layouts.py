@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from math import prod
+from math import frexp, prod
 from typing import Any, Final
 
 from ..base.dtypes import BY_NAME
@@ -32,9 +32,22 @@ from ..values.matrices import Block, pasted
 from ..values.numeric import ROUNDED, to_numbers
 from ..values.torch.adapters import StoredTensor
 from .adapter_names import PEFT_PREFIX, Modules
-from .adapter_settings import Adapter, adapter_config, base_in_header, check_settings, check_tensors, settings_in_header
+from .adapter_settings import (
+    ALPHAS,
+    BY_PEFT,
+    RANKS,
+    Adapter,
+    adapter_config,
+    base_in_header,
+    check_product,
+    check_rank,
+    check_settings,
+    check_tensors,
+    settings_in_header,
+)
 from .adapters import product_scale
 from .lora_modules import DOWN, LAYOUTS, UP, LoraModule, Out, Renaming, modules_of
+from .model_config import LOOKUP
 from .ranks import of_peft, rank_settings
 from .recompute import Recomputation, tensors_of
 
@@ -97,21 +110,15 @@ def convert_lora(
     >>> ckptool.convert_lora("adapter", "kohya").changes[0].words
     "1 module in the layout of kohya's sd-scripts"
     """
-    name, _, wanted = layout.removeprefix("lora:").partition(":")
-    if name not in LAYOUTS or (wanted and wanted not in families()):
-        kinds = [*LAYOUTS] if name not in LAYOUTS else [f"{name}:{each}" for each in families()]
-        raise TargetError(f"{layout!r} is not a layout of LoRAs", next=f"one of {join_limited(kinds, most=20)}")
     lossy = "entries" in allow_loss or "all" in allow_loss
-    return _Conversion(checkpoint, name, wanted, key, config, lossy).done(model)
+    return _Conversion(checkpoint, layout, key, config, lossy).done(model)
 
 
 def lora_models(checkpoint: Checkpoint, layout: str, **how: Any) -> list[str]:
     """Return the models that get a folder each in the layout; none for a single file."""
     if not layout.removeprefix("lora:").startswith("peft"):
         return []
-    name, _, wanted = layout.removeprefix("lora:").partition(":")
-    how.pop("allow_loss", None)
-    return _Conversion(checkpoint, name, wanted, how.get("key"), how.get("config"), True).names.models
+    return _Conversion(checkpoint, layout, how.get("key"), how.get("config"), True).names.models
 
 
 def possible_layouts(checkpoint: Checkpoint) -> list[str]:
@@ -130,13 +137,16 @@ class _Conversion:
         self,
         checkpoint: Checkpoint,
         layout: str,
-        family: str,
         key: str | None,
         config: str | Mapping[str, Any] | None,
         lossy: bool,
     ) -> None:
+        name, _, family = layout.removeprefix("lora:").partition(":")
+        if name not in LAYOUTS or (family and family not in families()):
+            kinds = [*LAYOUTS] if name not in LAYOUTS else [f"{name}:{each}" for each in families()]
+            raise TargetError(f"{layout!r} is not a layout of LoRAs", next=f"one of {join_limited(kinds, most=20)}")
         self.work = Recomputation(checkpoint)
-        self.layout, self.lossy = layout, lossy
+        self.layout, self.lossy = name, lossy
         self.path = checkpoint.path
         self.state_dict = only_one(checkpoint, selected(checkpoint, key))
         nodes = self.work.checkpoint.graph.nodes
@@ -153,8 +163,15 @@ class _Conversion:
             what = f"there is no {ADAPTER_CONFIG} beside it, and without lora_alpha the scale is not known"
             raise self.adapter.refusal(what, "give the file: `--config adapter_config.json`")
         check_settings(self.adapter)
+        kind = self.config.get("peft_type", "LORA")
+        if name != "peft" and (kind != "LORA" or self.adapter.has_parameters):
+            what = "one of experts" if kind == "LORA" else str(kind)[:40]
+            raise self.adapter.refusal(f"only LoRA has other layouts, and it is {what}", BY_PEFT)
+        for module in self.modules:
+            if DOWN in module.parts:
+                check_product(self.adapter, module.parts[DOWN], module.parts[UP])
         with adding_path(self.path):
-            self.names = Renaming(self.modules, layout, family, lambda key: tensors[key].shape)
+            self.names = Renaming(self.modules, name, family, lambda key: tensors[key].shape)
         self.family, self.outs, self.notes = self.names.family, self.names.outs, self.names.notes
         self.lost: list[str] = []
 
@@ -176,11 +193,16 @@ class _Conversion:
     def _scale(self, module: LoraModule) -> float:
         if DOWN not in module.parts:
             return 1.0
+        alpha, rank = module.parts.get("alpha", ""), self.adapter.tensors[module.parts[DOWN]].shape[0]
         model = Modules("diffusers", module.label, {}, {})
         own = self.adapter._replace(
             config=settings_in_header(self.adapter.checkpoint, model) if module.label else self.config
         )
-        return product_scale(own, module.name, module.parts, module.parts.get("alpha", ""))
+        if not alpha and not own.config:  # every program that reads it takes the rank, whatever the header says
+            return 1.0
+        if not alpha:
+            check_rank(own, module.parts[DOWN], rank)
+        return product_scale(own, module.name, module.parts, alpha)
 
     def _change(self, out: Out) -> _Change:
         first = next(self.modules[at] for at in out.sources if at is not None)
@@ -188,6 +210,8 @@ class _Conversion:
             return self._joined(out)
         parts = {part: key for part, key in first.parts.items() if part != "alpha"}
         alpha, scale = first.parts.get("alpha", ""), self._scale(first)
+        if out.kind == "padded":
+            return _Change(self._padded(out, first), scale)
         if out.kind == "same":
             return _Change({part: self._whole(key) for part, key in parts.items()}, scale, alpha)
         self._refuse_other_parts(first)
@@ -205,13 +229,24 @@ class _Conversion:
             raise self.adapter.refusal(what, "convert it to a layout that has the same modules")
 
     def _rounded(self, number: float, dtype: str) -> float:
-        if dtype not in ROUNDED:  # an alpha that is an integer
-            return number
+        dtype = dtype if dtype in ROUNDED else "float32"  # the quotient of integers
         (value,) = to_numbers(ROUNDED[dtype](number), dtype)
         return float(complex(value).real)
 
+    def _padded(self, out: Out, module: LoraModule) -> dict[str, _Part]:
+        """Return the parts of a module with zeros for its last rows: ``out.at`` of its shares are there."""
+        self._refuse_other_parts(module)
+        made = {part: self._whole(key) for part, key in module.parts.items() if part != "alpha"}
+        if odd := next((part for part in (_NORMS, "diff") if part in made), ""):
+            raise self.adapter.refusal(f"{quoted(module.parts[odd])} is only a part of the one that the layout has")
+        for part in made.keys() & {*_ROWS}:
+            shape = made[part].shape
+            _, one = self._share(module.parts[part], shape[0], Out("", "", "", (), out.shares[: out.at]))
+            made[part] = made[part]._replace(shape=(one // out.shares[0] * sum(out.shares), *shape[1:]))
+        return made
+
     def _swapped(self, key: str) -> _Part:
-        shape = self.adapter.tensors[key].shape
+        shape = self._stored(key).view.shape
         half, odd = divmod(shape[0], 2)
         if odd:
             raise self.adapter.refusal(f"{quoted(key)} has {shape[0]:,} rows, and its halves change places")
@@ -223,7 +258,7 @@ class _Conversion:
         for part, key in module.parts.items():
             if part not in _ROWS:
                 continue
-            shape = self.adapter.tensors[key].shape
+            shape = self._stored(key).view.shape
             begin, count = self._share(key, shape[0], out)
             made[part] = _Part((self._rows(key, begin, count),), (count, *shape[1:]))
         if DOWN in module.parts:
@@ -243,7 +278,8 @@ class _Conversion:
         """Return the first row and the number of rows of a part."""
         one, odd = divmod(rows, sum(out.shares))
         if odd:
-            raise self.adapter.refusal(f"{quoted(key)} has {rows:,} rows, which are not {sum(out.shares)} equal parts")
+            what = f"{quoted(key)} has {pluralize(rows, 'row')}, and {sum(out.shares)} equal parts are needed"
+            raise self.adapter.refusal(what)
         return one * sum(out.shares[: out.at]), one * out.shares[out.at]
 
     def _is_blockwise(self, up: str, out: Out) -> bool:
@@ -278,7 +314,7 @@ class _Conversion:
                 continue
             if part == _NORMS and len(keys) < len(parts):
                 raise self.adapter.refusal(f"{quoted(next(iter(keys.values())))} is DoRA, and its neighbours are not")
-            shape = self.adapter.tensors[next(iter(keys.values()))].shape
+            shape = self._stored(next(iter(keys.values()))).view.shape
             blocks = tuple(self._rows(key, 0, rows[n], sum(rows[:n])) for n, key in keys.items())
             made[part] = _Part(blocks, (total, *shape[1:]))
         if DOWN not in first.parts:
@@ -310,7 +346,7 @@ class _Conversion:
         known = {}
         for number, module in present:
             key = next(module.parts[part] for part in _ROWS if part in module.parts)
-            known[number] = self.adapter.tensors[key].shape[0]
+            known[number] = self._stored(key).view.shape[0]
         number, rows = next(iter(known.items()))
         return [known.get(at, rows * share // out.shares[number]) for at, share in enumerate(out.shares)]
 
@@ -328,13 +364,14 @@ class _Conversion:
             self.outs = [out for out in self.outs if out.model == model]
         items: list[tuple[str, Ref]] = []
         settings: dict[str, tuple[float, int]] = {}
-        rounded = 0
+        rounded = written = 0
         for out in self.outs:
             change = self._change(out)
             made, is_rounded = self._written(out, change)
             rounded += is_rounded
+            written += bool(made)
             items += made
-            if DOWN in change.parts:
+            if made and DOWN in change.parts:
                 settings[out.name] = change.scale, change.parts[DOWN].shape[0]
         self._refuse_lost()
         if not items:
@@ -344,12 +381,16 @@ class _Conversion:
         self.work.editor.refill(self.state_dict.ref, named)
         folded = f"alpha / rank is no power of 2 in {pluralize(rounded, 'module')}: their values are rounded once"
         notes = [*self.notes, *([folded] if rounded else [])]
-        return self._described(notes, settings, items)
+        return self._described(notes, settings, items, written)
 
     def _described(
-        self, notes: list[str], settings: Mapping[str, tuple[float, int]], items: Sequence[tuple[str, Ref]]
+        self,
+        notes: list[str],
+        settings: Mapping[str, tuple[float, int]],
+        items: Sequence[tuple[str, Ref]],
+        written: int,
     ) -> Checkpoint:
-        what = f"{pluralize(len(self.outs), 'module')} in the layout of {LAYOUTS[self.layout]}"
+        what = f"{pluralize(written, 'module')} in the layout of {LAYOUTS[self.layout]}"
         what = f"LoRA of {self.names.base}: {what}" if self.names.base else what
         if self.layout == "peft" and not self.config:
             notes.append(f"{ADAPTER_CONFIG} does not say the base model and the dropout: the file does not record them")
@@ -357,8 +398,10 @@ class _Conversion:
             notes.append("ComfyUI does not load the attention under these names; it and diffusers load lora:kohya")
         if any("magnitude" in key or "dora_scale" in key for key, _ in items):
             notes.append("DoRA: ComfyUI and PEFT do not divide by the same norm, so its effect may differ")
-        edited = self.work.done([Change("lora convert", "", len(self.outs), 0, what, tuple(notes))])
-        texts = {name: text for name, text in edited.metadata.items() if name not in _UNTRUE}
+        edited = self.work.done([Change("lora convert", "", written, 0, what, tuple(notes))])
+        # Without alpha, the header must not say one.
+        untrue = (*_UNTRUE, *ALPHAS, *RANKS) if self.layout == "diffusers" else _UNTRUE
+        texts = {name: text for name, text in edited.metadata.items() if name not in untrue}
         target = Target("safetensors", self.state_dict.path, "", {"format": "pt", **texts})
         if self.layout != "peft":
             return edited.replace(texts=target.metadata, target=target)
@@ -379,8 +422,11 @@ class _Conversion:
         prefix, parts, scale = self.names.prefix(out), dict(change.parts), change.scale
         sources = [self.modules[at] for at in out.sources if at is not None]
         keys = [key for module in sources for part, key in module.parts.items() if part != "alpha"]
-        if not prefix:
-            self.lost += keys
+        # PEFT and diffusers have other names and the transpose for a table; lora_mid is a factor of the product.
+        table = out.model not in ("unet", "transformer") and LOOKUP.search(out.name)
+        unfit = self.layout in ("peft", "diffusers") and DOWN in parts and (table or _MID in parts)
+        if not prefix or unfit:
+            self.lost += () if all(map(self._is_nothing, sources)) else keys
             return [], False
         name = prefix + (out.name.replace(".", "_") if self.layout == "kohya" else out.name)
         kohya = self.layout in ("kohya", "comfyui")
@@ -403,6 +449,11 @@ class _Conversion:
         if kohya:
             items += self._alpha(out, name, change, sources)
         return items, not all(map(_is_power, factors.values()))
+
+    def _is_nothing(self, module: LoraModule) -> bool:
+        """Return whether a module is left over from a training that did not change it."""
+        zero = (part for part in (UP, DOWN) if part in module.parts)
+        return {*module.parts} <= {UP, DOWN, "alpha"} and any(_is_zero(self._stored(module.parts[p])) for p in zero)
 
     def _factors(self, parts: Mapping[str, _Part], scale: float) -> dict[str, float]:
         """Return by which number each part is multiplied: PEFT scales the bias, too, and diffusers has no alpha."""
@@ -504,8 +555,8 @@ def _halves(scale: float) -> tuple[float, float]:
 
 
 def _is_power(scale: float) -> bool:
-    """Return whether a number is a power of 2: a product with it is exact."""
-    return scale > 0 and abs(scale).hex().partition("p")[0] in ("0x1.0000000000000", "0x1")
+    """Return whether a number is 0 or a power of 2: a product with it is exact."""
+    return abs(frexp(scale)[0]) in (0, 0.5)
 
 
 def _times(part: _Part, factor: float) -> _Part:

@@ -57,7 +57,8 @@ class LoraModule(NamedTuple):
 class Out(NamedTuple):
     """A module of the output: its model, its name, and how it is made of modules of the input (None: not there).
 
-    ``kind`` is same, swap (the halves of the rows), split (the part ``at`` of the ``shares``) or join.
+    ``kind`` is same, swap (the halves of the rows), split (the part ``at`` of the ``shares``), join, or padded (the
+    first ``at`` of the shares are there, and zeros follow).
     """
 
     model: str
@@ -229,10 +230,9 @@ class Renaming:
             rule = place.rule
             if side == 0 and rule.one_way:  # only read: take the name of the rule with the same other side
                 other = next((each for each in family.places(place.names(1)[0], dotless=False) if each.side), None)
-                if other is None or len(other.rule.b) != len(rule.b):
-                    what = f"{quoted(self.modules[at].name)} is only a part of a module of {LAYOUTS[self.layout]}"
-                    raise RefusedError(what, next="convert it to lora:diffusers")
-                yield Out(family.model, other.names(0)[0], "same", (at,))
+                if other is not None:
+                    kind = "same" if len(other.rule.b) == len(rule.b) else "padded"
+                    yield Out(family.model, other.names(0)[0], kind, (at,), other.rule.shares, len(rule.b))
             elif place.side == side:
                 yield Out(family.model, place.names(side)[place.at], "same", (at,))
             elif len(rule.b) == 1:
@@ -269,14 +269,11 @@ class Renaming:
         return module.label != "te1" and not second
 
     def _unknown(self, which: Sequence[int], wanted: str) -> RefusedError:
-        odd = [self.modules[at] for at in which]
-        known = families()
-        if wanted:
-            places = self._places(known[wanted], which)
-            odd = [self.modules[at] for at in which if at not in places]
-        first = odd[0] if odd else self.modules[0]
-        model = f"{known[wanted].name} has" if wanted else "no model that is known here has"
-        what = f"{model} a module {quoted(first.name)}"
+        known = [families()[wanted]] if wanted else [*families().values()]
+        found = max((self._places(family, which) for family in known), key=len)
+        first = self.modules[next((at for at in which if at not in found), which[0])]
+        what = f"{known[0].name} has no module" if wanted else "no model that is known here has the module"
+        what += f" {quoted(first.name)}{'' if wanted or not found else ' beside the others'}"
         if first.dotless:
             what += ', and which "_" stand for dots is not in the file'
         return RefusedError(what, next="convert it with the program that trained it")

@@ -41,6 +41,10 @@ HEAD: Final = regex(
     r"(?:(?:\A|\.)(?:(?:generator_)?lm_head(?:\.decoder)?|embed_out|output_layer|cls\.predictions\.decoder)|\A(?:(?:model\.)?output|proj_out))"
     r"\.weight\Z"
 )
+#: Modules that look up rows, by their last name: PEFT gives their matrices other names, and multiplies the transpose.
+LOOKUP: Final = regex(
+    r"(?:embed(?:ding|dings|_tokens|_positions|_in)?|_embeddings?|wte|wpe|shared|relative_attention_bias)\Z"
+)
 #: Words that name a part of a model, in fields and in keys.
 _PARTS: Final = (("encoder",), ("decoder",), ("vision", "visual"), ("audio", "speech"))
 _NUMBER: Final = regex(r"(?:\A|\.)(\d+)(?=\.)")

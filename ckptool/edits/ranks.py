@@ -30,7 +30,7 @@ from ..values.torch.compute import rounded_number
 from ..values.torch.loads import need_torch
 from ..values.torch.low_rank import PARTS, LowRank, Product, factor_elements, singular_values
 from .adapter_names import PEFT_PREFIX, Modules
-from .adapter_settings import ALPHAS, CONFIG, RANKS, Adapter, open_adapter, scale, settings_in_header
+from .adapter_settings import ALPHAS, CONFIG, RANKS, Adapter, check_product, open_adapter, scale, settings_in_header
 from .adapters import product_scale
 from .cast import check_dtype
 from .recompute import Recomputation
@@ -189,9 +189,8 @@ class _Resizing:
         if lacking := next((part for part in parts if part not in keys), ""):
             raise adapter.refusal(f"{quoted(module)} has no {lacking}: the file is incomplete")
         b, a = (adapter.stored(keys[part]) for part in parts)
-        (rows, *inner), old = b.view.shape, a.view.shape[0]
-        if len(a.view.shape) < 2 or prod(inner) != old or inner[0] != old or not old:
-            raise adapter.refusal(f"shapes that do not fit together: {quoted(b.name)} and {quoted(a.name)}")
+        check_product(adapter, keys[parts[1]], keys[parts[0]])
+        rows, old = b.view.shape[0], a.view.shape[0]
         alpha_key = model.alphas.get(module, "")
         factor = product_scale(adapter, module, keys, alpha_key) if adapter.of_pipeline else scale(adapter, module, old)
         product = Product(b, a)

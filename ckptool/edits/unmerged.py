@@ -120,6 +120,10 @@ def taken_apart(
     others = [key for keys in found.adapters.values() for key in keys if key not in own]
     notes = (f"{pluralize(len(others), 'tensor')} of other adapters left out",) if others else ()
     names = found.merged(own) if to_merge else found.base
+    trained = [name.removeprefix(PEFT_PREFIX) for key, name in own.items() if key in found.saved]
+    if lacking := sorted({*trained} - {*names.values()}):
+        which = join_limited([quoted(name) for name in lacking])
+        notes = (*notes, f"the base has no {which}: only the trained one is there")
     own = {key: name for key, name in own.items() if not (to_merge and key in found.saved)}
     every = [str(checkpoint.graph.nodes[ref]) for ref, _ in place.items]
     base = by_table(drop_keys(checkpoint, place.path, {*every} - names.keys()), names, key=key)

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterator
 
 from ..base.dtypes import Dtype
+from ..base.errors import RefusedError
 from ..base.records import NamedTuple
 from .arrays import arrays
 from .elements import swapped
@@ -53,4 +54,9 @@ def _multiplied(data: bytes, dtype: str, factor: float) -> bytes:
     if dtype == "float64":
         return array("d", (number * factor for number in array("d", data))).tobytes()
     library = arrays()
-    return library.stored(library.floats(data, dtype) * factor, dtype)[0]
+    with library.quiet():
+        product = library.floats(data, dtype) * factor
+        made, lost = library.stored(product, dtype)
+    if lost:
+        raise RefusedError(f"a number times {factor:g} does not fit into {dtype}")
+    return made

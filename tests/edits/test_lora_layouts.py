@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import ckptool
 from ckptool.base.errors import RefusedError, TargetError
 from ckptool.edits.lora_modules import LAYOUTS
+from ckptool.edits.model_config import LOOKUP
 from ckptool.formats.recipes.loras import Family, ModuleRule, families
 
 State = dict[str, torch.Tensor]
@@ -41,6 +42,8 @@ def modules(family: Family, layout: str) -> dict[str, int]:
             names = [pattern.filled(values) for pattern in rule.b]
             if rule.one_way or any(map(family.lacks, names)) or not known(family, rule, values, side):
                 continue
+            if family.model in ("text_encoder", "model") and LOOKUP.search(names[0]):
+                continue  # a table, which only kohya and ComfyUI have
             shares = rule.shares if len(rule.shares) > 1 else (4,)
             if side:
                 found |= {name: 2 * share for name, share in zip(names, shares)}
@@ -285,6 +288,75 @@ def test_with_allow_loss_the_rest_is_written_and_named(tmp_path: Path) -> None:
     assert len(loaded(tmp_path / "out.safetensors")) == 2
 
 
+def test_zeros_that_a_training_left_have_no_loss(tmp_path: Path) -> None:
+    state = pair("lora_unet_double_blocks_0_img_attn_proj")
+    for name in ("lora_te3_encoder_block_0_layer_0_SelfAttention_q", "lora_te1_text_model_embeddings_token_embedding"):
+        assert "has no place" in refusal({**state, **pair(name)}, "diffusers", tmp_path)
+        left = {key: torch.zeros_like(tensor) for key, tensor in pair(name).items()}
+        save_file({**state, **left}, tmp_path / "left.safetensors")
+        made = converted(tmp_path / "left.safetensors", "diffusers", tmp_path / f"{name}.safetensors")
+        assert len(loaded(made)) == 2
+
+
+def test_norms_of_wan_move_and_a_module_of_no_model_is_named(tmp_path: Path) -> None:
+    state = {**pair("diffusion_model.blocks.0.ffn.0"), "diffusion_model.blocks.0.norm3.diff": torch.ones(8)}
+    assert "'diffusion_model.blocks.0.norm3.diff'" in refusal(state, "diffusers", tmp_path)
+    made = loaded(converted(tmp_path / "lora.safetensors", "kohya", tmp_path / "out.safetensors"))
+    assert "lora_unet_blocks_0_norm3.diff" in made
+    assert "the module 'blocks.0.other' beside" in refusal(
+        {**state, **pair("diffusion_model.blocks.0.other")}, "kohya", tmp_path
+    )
+    assert "SDXL has no module 'blocks.0.ffn.0'" in refusal(state, "kohya:sdxl", tmp_path)
+
+
+def test_a_part_of_a_fused_module_is_padded_with_zeros(tmp_path: Path) -> None:
+    names = [f"single_blocks.0.processor.qkv_lora.{part}.weight" for part in ("down", "up")]
+    state = {names[0]: torch.randn(2, 8), names[1]: torch.randn(24, 2)}
+    save_file(state, tmp_path / "lora.safetensors")
+    made = loaded(converted(tmp_path / "lora.safetensors", "kohya", tmp_path / "out.safetensors"))
+    up = made["lora_unet_single_blocks_0_linear1.lora_up.weight"]
+    assert torch.equal(up, torch.cat([state[names[1]], torch.zeros(32, 2)]))
+    assert torch.equal(made["lora_unet_single_blocks_0_linear1.lora_down.weight"], state[names[0]])
+
+
+@pytest.mark.parametrize(
+    ("down", "up"), (((), ()), ((4,), (8,)), ((0, 8), (8, 0)), ((4, 0), (8, 4)), ((4, 8), (8, 3))), ids=str
+)
+def test_matrices_without_a_product_are_refused(down: tuple[int, ...], up: tuple[int, ...], tmp_path: Path) -> None:
+    name = "lora_unet_double_blocks_0_img_attn_qkv"
+    state = {f"{name}.lora_down.weight": torch.ones(down), f"{name}.lora_up.weight": torch.ones(up)}
+    assert "do not fit together" in refusal(state, "diffusers", tmp_path)
+    with pytest.raises(RefusedError, match="do not fit together"):
+        ckptool.resize_lora(tmp_path / "lora.safetensors", 2)
+
+
+@pytest.mark.parametrize("kind", ("LOHA", "IA3", "ADALORA"))
+def test_settings_of_another_kind_are_refused(kind: str, tmp_path: Path) -> None:
+    adapter_path = written(tmp_path, adapter(families()["llama"], "peft", 1.0), "peft", 1.0)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"peft_type": kind, "r": RANK, "lora_alpha": 1}), encoding="utf-8")
+    with pytest.raises(RefusedError, match=f"it is {kind}"):
+        converted(adapter_path, "kohya", tmp_path / "out.safetensors", config=str(config))
+
+
+def test_a_scale_that_a_dtype_cannot_hold_is_refused(tmp_path: Path) -> None:
+    name = "lora_unet_double_blocks_0_img_attn_proj"
+    state = {key: tensor.half() for key, tensor in pair(name).items()}
+    save_file({**state, f"{name}.alpha": torch.tensor(1e30)}, tmp_path / "lora.safetensors")
+    with pytest.raises(RefusedError, match="does not fit into float16"):
+        converted(tmp_path / "lora.safetensors", "diffusers", tmp_path / "out.safetensors")
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_other_state_dicts_and_parts_of_glora_keep_their_names(tmp_path: Path) -> None:
+    name = "lora_unet_double_blocks_0_img_attn_proj"
+    parts = {f"{name}.{part}.weight": torch.ones(2, 2) for part in ("a1", "a2", "b1", "b2")}
+    torch.save({"one": parts, "other": {key: 2 * tensor for key, tensor in parts.items()}}, tmp_path / "two.pth")
+    made = loaded(converted(tmp_path / "two.pth", "kohya", tmp_path / "out.safetensors", key="other"))
+    assert made.keys() == parts.keys()
+    assert all((tensor == 2).all() for tensor in made.values())
+
+
 def test_half_a_pair_and_unknown_underscores_are_refused(tmp_path: Path) -> None:
     whole = pair("lora_unet_double_blocks_0_img_attn_proj")
     assert "has no partner" in refusal(dict([next(iter(whole.items()))]), "diffusers", tmp_path)
@@ -305,6 +377,7 @@ def test_names_of_several_models_are_asked_for(tmp_path: Path) -> None:
 
 def test_the_header_keeps_what_stays_true(tmp_path: Path) -> None:
     texts = {"ss_network_module": "networks.lora_flux", "sshs_model_hash": "0123", "format": "pt"}
+    texts |= {"ss_network_alpha": "1", "ss_network_dim": "2"}
     save_file(pair("lora_unet_double_blocks_0_img_attn_proj"), tmp_path / "lora.safetensors", texts)
     made = converted(tmp_path / "lora.safetensors", "diffusers", tmp_path / "out.safetensors")
     with safe_open(made, "pt") as opened:
