@@ -20,7 +20,7 @@ from conftest import FIXTURES, MANIFEST, ROOT, corpus_files, sample
 from crafted_files import Code, put, storage, tensor
 
 import ckptool
-from ckptool.checkpoint.quantized import OTHER_CONFIGS
+from ckptool.checkpoint.configurations import OTHER_CONFIGS
 from ckptool.cli.main import run
 
 FILES = [item.path for item in MANIFEST] + corpus_files()

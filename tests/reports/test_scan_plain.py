@@ -148,7 +148,8 @@ _data = st.recursive(
 @given(_data, st.integers(2, 5))
 def test_any_plain_data(value: Any, protocol: int) -> None:
     data = pickle.dumps(value, protocol)
-    plain = protocol > 2 or b"_codecs" not in data
+    # Protocol 2 has no bytes: it calls codecs.encode, or bytes() for none.
+    plain = protocol > 2 or not (b"_codecs" in data or b"__builtin__" in data)
     assert _agrees(data) or not (plain and all(text.isascii() for text in decode(data).graph.strings))
 
 

@@ -210,6 +210,8 @@ class _Reader:
 
     def broken(self, rule: str, where: str = "") -> MalformedError:
         what = f"not a valid GGUF file: {rule}"
+        if "\ufffd".encode() in self.data[: self.at]:
+            what += "; bytes before it are U+FFFD, as in a file that was stored as text"
         return MalformedError(what, path=self.source.name, where=where, next="it is damaged: get the file again")
 
     def need(self, size: int) -> None:

