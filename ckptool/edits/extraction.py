@@ -40,7 +40,6 @@ from .recompute import Recomputation, has_arithmetic, quantized_refusal, refuse_
 _BY_INPUT: Final = regex(r"(?:\A|\.)(?:c_attn|c_proj|c_fc|q_attn)\Z")
 #: Buffers that models of some versions hold, and those of other versions compute.
 _BUFFERS: Final = regex(r"(?:\A|\.)(?:inv_freq|position_ids|masked_bias)\Z")
-_FLOATS: Final = ("float32", "bfloat16", "float16", "float64")
 
 
 def extract_lora_files(tuned: Checkpoint, bases: Sequence[str], **how: Any) -> Checkpoint:

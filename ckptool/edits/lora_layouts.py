@@ -48,7 +48,7 @@ from .adapter_settings import (
 from .adapters import product_scale
 from .lora_modules import DOWN, LAYOUTS, UP, LoraModule, Out, Renaming, modules_of
 from .model_config import LOOKUP
-from .ranks import of_peft, rank_settings
+from .ranks import STALE, of_peft, rank_settings
 from .recompute import Recomputation, tensors_of
 
 _MID: Final = "lora_mid.weight"
@@ -70,8 +70,6 @@ _PEFT_ALONE: Final = {
     **{name: name for name in ("lora_embedding_A", "lora_embedding_B")},
     **{"copy.weight": "weight", "copy.bias": "bias"},
 }
-#: Entries of a header that are not true of other names: hashes, and settings of PEFT.
-_UNTRUE: Final = ("sshs_model_hash", "sshs_legacy_hash", "lora_adapter_metadata", ADAPTER_CONFIG)
 
 
 class _Part(NamedTuple):
@@ -373,9 +371,9 @@ class _Conversion:
             items += made
             if made and DOWN in change.parts:
                 settings[out.name] = change.scale, change.parts[DOWN].shape[0]
-        self._refuse_lost()
+        self._refuse_lost(rest=bool(items))
         if not items:
-            raise self.adapter.refusal(f"nothing in it has a place in the layout of {LAYOUTS[self.layout]}")
+            raise self.adapter.refusal("it changes nothing: all of its values are zero")
         old = self.state_dict.items[0][0]
         named = [(self.work.editor.text(old, key), ref) for key, ref in items]
         self.work.editor.refill(self.state_dict.ref, named)
@@ -400,7 +398,7 @@ class _Conversion:
             notes.append("DoRA: ComfyUI and PEFT do not divide by the same norm, so its effect may differ")
         edited = self.work.done([Change("lora convert", "", written, 0, what, tuple(notes))])
         # Without alpha, the header must not say one.
-        untrue = (*_UNTRUE, *ALPHAS, *RANKS) if self.layout == "diffusers" else _UNTRUE
+        untrue = (*STALE, ADAPTER_CONFIG, *((*ALPHAS, *RANKS) if self.layout == "diffusers" else ()))
         texts = {name: text for name, text in edited.metadata.items() if name not in untrue}
         target = Target("safetensors", self.state_dict.path, "", {"format": "pt", **texts})
         if self.layout != "peft":
@@ -408,13 +406,13 @@ class _Conversion:
         edited = of_peft(edited, self._settings(settings, items), {})
         return edited.replace(target=edited.target and edited.target._replace(key=self.state_dict.path))
 
-    def _refuse_lost(self) -> None:
+    def _refuse_lost(self, *, rest: bool) -> None:
         if not self.lost:
             return
         what = f"{LAYOUTS[self.layout]} has no place for {pluralize(len(self.lost), 'tensor')}"
         what += f": {join_limited([quoted(key) for key in self.lost], most=3)}"
-        if not self.lossy:
-            raise self.adapter.refusal(what, "`--allow-loss entries` leaves them out")
+        if not (self.lossy and rest):
+            raise self.adapter.refusal(what, "`--allow-loss entries` leaves them out" if rest else "")
         self.notes.append(f"left out: {join_limited([quoted(key) for key in self.lost], most=6)}")
 
     def _written(self, out: Out, change: _Change) -> tuple[list[tuple[str, Ref]], bool]:

@@ -36,7 +36,7 @@ from .cast import check_dtype
 from .recompute import Recomputation
 
 #: Texts of a header that another rank makes wrong: hashes, and settings that diffusers reads beside the tensors.
-_STALE: Final = ("sshs_model_hash", "sshs_legacy_hash", "lora_adapter_metadata")
+STALE: Final = ("sshs_model_hash", "sshs_legacy_hash", "lora_adapter_metadata")
 _FLOATS: Final = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -252,7 +252,7 @@ class _Resizing:
             [Change("lora-resize", "", len(ranks), 0, what)],
             deferred_changes=(partial(kept_changes, "lora-resize", self.factors),),
         )
-        texts = {name: text for name, text in edited.metadata.items() if name not in _STALE}
+        texts = {name: text for name, text in edited.metadata.items() if name not in STALE}
         for names, values in ((RANKS, ranks), (ALPHAS, self.alphas)):
             known = {*values.values()}
             texts |= dict.fromkeys(texts.keys() & {*names}, f"{known.pop():g}" if len(known) == 1 else "Dynamic")
