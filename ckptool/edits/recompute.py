@@ -108,8 +108,9 @@ def quantized_refusal(checkpoint: Checkpoint, found: Quantization, reason: str) 
     """Return the error for an edit that computes with weights, of a checkpoint whose weights are quantized."""
     step: AnyStep = "do it with the plain weights that were quantized"
     if checkpoint.container.in_blocks:
-        output = suggested_output(checkpoint.path, "plain", ".safetensors")
-        step = "turn them back first: " + command("convert", checkpoint.path, output=output)
+        from .originals import plain_step  # imported only for GGUF
+
+        step = plain_step(checkpoint, ".safetensors", "plain")
     elif found.is_reversible:
         output = suggested_output(checkpoint.path, "plain")
         step = "turn them back first: " + command("dequantize", checkpoint.path, output=output)

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from ..base.errors import CkptoolError
 from ..base.findings import Finding
-from ..base.steps import AnyStep, Command, NextStep, Step, as_step, command, rename_step, suggested_output
+from ..base.steps import (
+    AnyStep,
+    Command,
+    NextStep,
+    Step,
+    advised,
+    as_step,
+    command,
+    rename_step,
+    suggested_output,
+)
 from ..base.suffixes import PICKLES, WEIGHTS
 from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint, Target
@@ -28,6 +38,26 @@ def edit_step(
 ) -> NextStep:
     """Return a command that writes its output beside the input, to ``suggested_output``."""
     return command(name, path, *arguments, output=suggested_output(path, word, extension), steps=steps, **more)
+
+
+def pickled_suffix(checkpoint: Checkpoint) -> str:
+    """Return the suffix for an output that holds entries or devices, if the checkpoint's own format does not, or ""."""
+    return "" if checkpoint.pickled and not isinstance(checkpoint.source, FolderSource) else ".pth"
+
+
+def cast_step(checkpoint: Checkpoint, dtype: str, done: Callable[[Checkpoint], bool]) -> AnyStep:
+    """Return the command that casts to a dtype if ``done`` accepts its result, otherwise why it is of no use.
+
+    The cast is tried without output, and computes no values.
+    """
+    from ..edits.cast import cast  # imported only for files that are to be cast
+
+    try:
+        if not done(cast(checkpoint, dtype)):
+            return f"ckptool cast does not make all of them {dtype}"
+    except CkptoolError as error:
+        return error.step if error.step.line else advised(error.what, error.step)
+    return as_one_file(checkpoint, edit_step("cast", checkpoint.path, word=dtype, to_dtype=dtype))
 
 
 def stops_edits(problem: Finding) -> bool:

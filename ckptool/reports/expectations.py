@@ -18,11 +18,9 @@ from ..base.text import human_bytes, join_limited, parse_bytes, pluralize, quote
 from ..checkpoint.checkpoint import Checkpoint, layout_of
 from ..checkpoint.selection import ChosenKeys, dotted
 from ..checkpoint.survey import TensorEntry
-from ..files.sources import FolderSource
-from ..formats.outputs import OUTPUTS
 from ..safety.weights_only import LoadPrediction
 from .checks import FAIL, PASS, Check
-from .edit_steps import edit_step
+from .edit_steps import cast_step, edit_step, pickled_suffix
 
 
 class Policy(NamedTuple):
@@ -75,6 +73,8 @@ class Policy(NamedTuple):
         return (self, *self.also)
 
 
+#: The advice for a format of blocks, which has neither entries around the weights nor devices.
+_FLAT: Final = "no edit gives that to this format: expect it of the file that ckptool convert makes"
 _KEYS: Final = tuple(name for name in Policy._fields if name not in ("also", "source", "roots"))
 
 
@@ -185,19 +185,16 @@ def _layout(checkpoint: Checkpoint, wanted: str) -> Check:
     layout, _ = layout_of(checkpoint)
     keys = [item for item in checkpoint.state_dicts if item.confidence == "high"]
     step: AnyStep = ""
-    if (layout, wanted) == ("bare", "wrapped"):
-        step = edit_step("edit", checkpoint.path, word="nested", extension=_pickled(checkpoint), wrap="state_dict")
+    if checkpoint.container.in_blocks:
+        step = _FLAT
+    elif (layout, wanted) == ("bare", "wrapped"):
+        step = edit_step(
+            "edit", checkpoint.path, word="nested", extension=pickled_suffix(checkpoint), wrap="state_dict"
+        )
     elif (layout, wanted) == ("wrapped", "bare") and keys:
         several = "each state dict makes a file of its own: extract them"
         step = several if len(keys) > 1 else edit_step("extract", checkpoint.path, keys[0].path, word="weights")
     return _check("layout", f"the layout is {wanted}", f"it is {layout}" if layout != wanted else "", step=step)
-
-
-def _pickled(checkpoint: Checkpoint) -> str:
-    """Return the suffix for a file with entries or devices, if the checkpoint is in a format without them, or ""."""
-    own = OUTPUTS.get(checkpoint.traits.writes_as)
-    flat = isinstance(checkpoint.source, FolderSource) or (own is not None and own.one_state_dict)
-    return ".pth" if flat else ""
 
 
 def _included(checkpoint: Checkpoint, policy: Policy) -> Check:
@@ -255,9 +252,9 @@ def _devices(checkpoint: Checkpoint, wanted: Sequence[str]) -> Check:
     bad = join_limited([note.message for note in notes])
     names = (tag.replace("*", "0") if tag.endswith(":*") else "cuda:0" if tag == "cuda" else tag for tag in wanted)
     device = next(names, "")
-    step: AnyStep = ""
-    if restorable(device):
-        also, extension = "cpu" in counts, _pickled(checkpoint)
+    step: AnyStep = _FLAT if checkpoint.container.in_blocks else ""
+    if not step and restorable(device):
+        also, extension = "cpu" in counts, pickled_suffix(checkpoint)
         word = device.replace(":", "")
         step = edit_step("remap", checkpoint.path, word=word, extension=extension, to=device, include_cpu=also)
     return _check("device", f"every storage on {' or '.join(wanted)}", bad, notes, step)
@@ -265,20 +262,28 @@ def _devices(checkpoint: Checkpoint, wanted: Sequence[str]) -> Check:
 
 def _dtypes(checkpoint: Checkpoint, wanted: Sequence[str], chosen: ChosenKeys, of: str) -> Check:
     names = set(wanted)
-    tensors = chosen.tensors(checkpoint.survey)
-    entries = [entry for entry in tensors if entry.state_dict >= 0] or tensors
-    floating = [e for e in entries if e.tensor.dtype in BY_NAME and BY_NAME[e.tensor.dtype].floating]
     # Every model has integer counters and indices, so they are checked only if the policy lists an integer dtype too.
     only_floating = all(BY_NAME[name].floating for name in names)
-    checked = floating if only_floating else entries
-    wrong = [entry for entry in checked if entry.tensor.dtype not in names]
+
+    def unmet(edited: Checkpoint) -> list[TensorEntry]:
+        tensors = chosen.tensors(edited.survey)
+        entries = [entry for entry in tensors if entry.state_dict >= 0] or tensors
+        checked = [entry for entry in entries if not only_floating or _is_floating(entry)]
+        return [entry for entry in checked if entry.tensor.dtype not in names]
+
+    wrong = unmet(checkpoint)
     notes = [Finding("dtype", "error", f"{_label(e)} is {e.tensor.dtype}", e.path) for e in wrong]
     bad = join_limited([note.message for note in notes])
     which = "floating-point tensors" if only_floating else "tensors"
     step: AnyStep = ""
-    if wrong and BY_NAME[wanted[0]].floating and (only_floating or all(entry in floating for entry in wrong)):
-        step = edit_step("cast", checkpoint.path, word=wanted[0], to_dtype=wanted[0])
+    if wrong and BY_NAME[wanted[0]].floating and all(map(_is_floating, wrong)):
+        step = cast_step(checkpoint, wanted[0], lambda edited: not unmet(edited))
     return _check("dtype", f"{which} are {' or '.join(wanted)}{of}", bad, notes, step)
+
+
+def _is_floating(entry: TensorEntry) -> bool:
+    dtype = BY_NAME.get(entry.tensor.dtype)
+    return dtype is not None and dtype.floating
 
 
 def _unmatched(code: str, checkpoint: Checkpoint, globs: Sequence[str], chosen: ChosenKeys) -> list[Finding]:

@@ -406,10 +406,12 @@ def _loads(checkpoint: Checkpoint, map_location: str) -> Check:
     name, group = "load", "expectations"
     path, loads = checkpoint.path, checkpoint.traits.loads
     if loads == "converted":
-        message, step = (
-            "torch.load reads files, and this is a folder of parts",
-            edit_step("convert", path, extension=".pth"),
-        )
+        message = f"torch.load does not read the format {checkpoint.format}"
+        step: AnyStep = edit_step("convert", path, extension=".pth")
+        if checkpoint.container.in_blocks:
+            from ..edits.originals import plain_step  # imported only for GGUF
+
+            step = plain_step(checkpoint, ".pth")
         return Check(name, group, FAIL, message, (Finding("load", "error", message, next=step),))
     try:
         need_torch("really loading it", path)

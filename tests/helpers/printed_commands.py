@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+import pytest
 import torch
 from command_line import Said, say
 from safetensors.torch import load_file
@@ -152,6 +153,8 @@ def loads(path: Path) -> None:
     if kind == "dcp":
         planner = _EmptyStateDictLoadPlanner()
         _load_state_dict({}, storage_reader=FileSystemReader(path), planner=planner, no_dist=True)
+    elif kind == "gguf":
+        pytest.importorskip("gguf").GGUFReader(path)
     elif kind == "torchscript":
         torch.jit.load(path)
     elif path.is_dir():

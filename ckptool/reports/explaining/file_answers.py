@@ -36,7 +36,7 @@ from ...formats.losses import entries_outside
 from ...formats.outputs import OUTPUTS
 from ...formats.rank_part import GATHER, empty_weights
 from ...pickles.nodes import Global
-from ..edit_steps import edit_step, sanitize_step
+from ..edit_steps import cast_step, edit_step, pickled_suffix, sanitize_step
 from ..inspection import inspection
 from .known_errors import (
     COMPUTED,
@@ -227,9 +227,20 @@ def _moved(checkpoint: Checkpoint, argument: str) -> str:
     return command("edit", path, output=output, steps=settings, for_=purpose).line
 
 
-def pickled_suffix(checkpoint: Checkpoint) -> str:
-    """Return the suffix for an output that holds entries, which safetensors files do not."""
-    return "" if checkpoint.pickled and not isinstance(checkpoint.source, FolderSource) else ".pth"
+def _cast(checkpoint: Checkpoint, dtype: str) -> str:
+    return as_step(cast_step(checkpoint, dtype, lambda edited: True)).line
+
+
+def _wrapped(checkpoint: Checkpoint, name: str) -> str:
+    if checkpoint.container.in_blocks:
+        return ""
+    return edit_step("edit", checkpoint.path, word="nested", extension=pickled_suffix(checkpoint), wrap=name).line
+
+
+def _added(checkpoint: Checkpoint, entry: str) -> str:
+    if mapping(checkpoint.graph, checkpoint.graph.root) is None:
+        return ""
+    return edit_step("edit", checkpoint.path, word="new", set=entry).line
 
 
 #: Steps that depend on more than the path, by the name that a case gives them: functions of the checkpoint and the
@@ -238,6 +249,9 @@ STEPS: Final[Mapping[str, Callable[[Checkpoint, str], str]]] = {
     "@safetensors": _to_safetensors,
     "@legacy": _to_legacy,
     "@move": _moved,
+    "@cast": _cast,
+    "@wrap": _wrapped,
+    "@set": _added,
     "@plain": lambda checkpoint, argument: as_step(sanitize_step(checkpoint)).line,
 }
 
