@@ -21,13 +21,13 @@ from ..checkpoint.survey import TensorEntry
 from ..files.sources import Computed, Deferred
 from ..formats.opening import takes_path
 from ..pickles.nodes import Ref
-from ..values.dequantized import Dequantization, dequantized, need_gguf
+from ..values.dequantized import Dequantization, dequantized
 from ..values.elements import storage_reader
 from ..values.torch.adapters import StoredTensor
 from .adapter_settings import vector
 from .cast import cast, check_dtype
 from .model_config import CONFIG, config_fields
-from .recompute import Recomputation
+from .recompute import Recomputation, refuse_blocks
 
 #: Names of tensors that change the inputs of a layer: without them the plain weight computes something else.
 _RESCALED: Final = regex(r"(?:\.|_)(?:pre_quant_scale|act_pre_scale)\Z|\.(?:input|output|weight)_transform\.")
@@ -103,16 +103,6 @@ def _refuse_unfit(work: Recomputation, found: Quantization) -> None:
             raise RefusedError(what, path=path)
         if entry.tensor.dtype.startswith("float8") and entry.ref not in codes and config:
             raise RefusedError(f"{quoted(entry.path)} is {entry.tensor.dtype}, and has no scale", path=path)
-
-
-def refuse_blocks(checkpoint: Checkpoint, found: Quantization) -> None:
-    """Raise RefusedError if weights are in blocks of GGUF and the gguf package cannot compute their values."""
-    types = {weight.code.dtype for weight in found.weights if weight.arithmetic == "gguf"}
-    if types and checkpoint.container.byteorder == "big":
-        what = "its blocks are big-endian, and the gguf package dequantizes little-endian ones"
-        raise RefusedError(what, path=checkpoint.path, next="convert a copy first: gguf-convert-endian COPY little")
-    if types:
-        need_gguf(types, checkpoint.path)
 
 
 def plain_of(checkpoint: Checkpoint) -> Checkpoint:

@@ -7,8 +7,7 @@ from math import prod
 from typing import Final
 
 from ..base.dtypes import BY_NAME, is_block
-from ..base.errors import CkptoolError, RefusedError
-from ..base.steps import AnyStep, advised, command, suggested_output
+from ..base.errors import RefusedError
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.container import Original
@@ -21,20 +20,9 @@ from ..values.dequantized import Dequantization, dequantized, rearranged
 from ..values.elements import storage_reader
 from ..values.torch.adapters import StoredTensor
 from .adapter_settings import vector
-from .dequantize import refuse_blocks
-from .recompute import Recomputation
+from .recompute import Recomputation, refuse_blocks
 
 _FLOAT: Final = BY_NAME["float32"]
-
-
-def plain_step(checkpoint: Checkpoint, extension: str, word: str = "") -> AnyStep:
-    """Return the command that turns blocks back into plain weights, or why they cannot be turned back."""
-    try:
-        with_originals(checkpoint)
-    except CkptoolError as error:
-        return advised(f"its weights cannot be turned back: {error.what}", error.step)
-    output = suggested_output(checkpoint.path, word, extension)
-    return "turn them back first: " + command("convert", checkpoint.path, output=output)
 
 
 def with_originals(checkpoint: Checkpoint) -> Checkpoint:

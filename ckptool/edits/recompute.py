@@ -13,10 +13,10 @@ from math import isfinite, prod
 from typing import Final, Protocol
 
 from ..base.dtypes import BY_NAME, Dtype
-from ..base.errors import MalformedError, RefusedError, TargetError, adding_path
+from ..base.errors import CkptoolError, MalformedError, RefusedError, TargetError, adding_path
 from ..base.globs import MATCH_ALL, Globs
 from ..base.records import NamedTuple, new_tuple
-from ..base.steps import AnyStep, command, suggested_output
+from ..base.steps import AnyStep, advised, command, suggested_output
 from ..base.text import pluralize, quoted
 from ..checkpoint.backends import FROM_STORAGE, backend_arguments
 from ..checkpoint.checkpoint import Change, Checkpoint, DeferredChanges, rescue_step
@@ -108,13 +108,34 @@ def quantized_refusal(checkpoint: Checkpoint, found: Quantization, reason: str) 
     """Return the error for an edit that computes with weights, of a checkpoint whose weights are quantized."""
     step: AnyStep = "do it with the plain weights that were quantized"
     if checkpoint.container.in_blocks:
-        from .originals import plain_step  # imported only for GGUF
-
         step = plain_step(checkpoint, ".safetensors", "plain")
     elif found.is_reversible:
         output = suggested_output(checkpoint.path, "plain")
         step = "turn them back first: " + command("dequantize", checkpoint.path, output=output)
     return RefusedError(f"it has quantized weights ({found.words}): {reason}", path=checkpoint.path, next=step)
+
+
+def refuse_blocks(checkpoint: Checkpoint, found: Quantization) -> None:
+    """Raise RefusedError if weights are in blocks of GGUF and the gguf package cannot compute their values."""
+    from ..values.dequantized import need_gguf  # imported only for GGUF
+
+    types = {weight.code.dtype for weight in found.weights if weight.arithmetic == "gguf"}
+    if types and checkpoint.container.byteorder == "big":
+        what = "its blocks are big-endian, and the gguf package dequantizes little-endian ones"
+        raise RefusedError(what, path=checkpoint.path, next="convert a copy first: gguf-convert-endian COPY little")
+    if types:
+        need_gguf(types, checkpoint.path)
+
+
+def plain_step(checkpoint: Checkpoint, extension: str, word: str = "") -> AnyStep:
+    """Return the command that turns blocks back into plain weights, or why they cannot be turned back."""
+    try:
+        refuse_blocks(checkpoint, quantization(checkpoint))
+        checkpoint.container.originals()
+    except CkptoolError as error:
+        return advised(f"its weights cannot be turned back: {error.what}", error.step)
+    output = suggested_output(checkpoint.path, word, extension)
+    return "turn them back first: " + command("convert", checkpoint.path, output=output)
 
 
 class Recomputation:

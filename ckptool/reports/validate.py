@@ -409,7 +409,7 @@ def _loads(checkpoint: Checkpoint, map_location: str) -> Check:
         message = f"torch.load does not read the format {checkpoint.format}"
         step: AnyStep = edit_step("convert", path, extension=".pth")
         if checkpoint.container.in_blocks:
-            from ..edits.originals import plain_step  # imported only for GGUF
+            from ..edits.recompute import plain_step  # imported only for GGUF
 
             step = plain_step(checkpoint, ".pth")
         return Check(name, group, FAIL, message, (Finding("load", "error", message, next=step),))
