@@ -254,10 +254,10 @@ def save_in_place(
     This takes milliseconds for any size, is crash-safe at every instant, and ``undo`` can revert it. ``command`` is for
     the history. A header of safetensors is replaced where it is, and the old one kept in a file beside it; if the new
     one needs more room, the file is written again, but only with ``force``. The index of a shard gets its new names.
-     With ``reclaim`` the whole blocks of dropped storages become holes once the edit is on the disk, which
-    returns their space; then ``undo`` refuses. This needs Linux, and a filesystem that supports holes, otherwise
-    RefusedError is raised.
 
+    With ``reclaim`` the whole blocks of dropped storages become holes once the edit is on the disk, which returns their
+    space; then ``undo`` refuses. This needs Linux, and a filesystem that supports holes, otherwise RefusedError is
+    raised.
 
     Raise RefusedError for legacy files, folders and members of archives, and for edits that compute new tensor bytes
     (cast, slim, average); OutputError if the file cannot be written; ReadBackError if it would not read as promised.
