@@ -253,7 +253,9 @@ def _nothing(checkpoint: Checkpoint, text: str, deepest: Located) -> TargetError
         near = [everything[name] for name in nearest(_plain(text), everything)]
     reached = f"; {deepest.path!r} is there" if deepest.path and not near else ""
     meant = f"; is it {' or '.join(map(repr, near))}?" if near else ""
-    step = command("get", checkpoint.path, near[0]) if near else tree_step(checkpoint.path)
+    storages = (entry.tensor.storage for entry in survey.tensors if entry.path in near[:1] and entry.tensor.storage)
+    shown = near and all(checkpoint.stored_size(storage) is not None for storage in storages)
+    step = command("get", checkpoint.path, near[0]) if shown else tree_step(checkpoint.path)
     return TargetError(f"there is nothing at {text!r}{reached}{meant}", path=checkpoint.path, next=step)
 
 
