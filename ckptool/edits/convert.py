@@ -294,11 +294,12 @@ def _only_dict(checkpoint: Checkpoint, key: str | None, output: OutputFormat) ->
         if checkpoint.survey.modules:
             from .sanitize.sanitizer import loadable_step  # imported only after a refusal
 
-            # Several modules become several state dicts, of which the user chooses one.
             several = len(checkpoint.survey.modules) > 1
             more, suffix = ((), "") if several else ((Step("to_format", output.name),), output.extension)
-            takes = "but pickled modules, whose state dicts" if several else "but a pickled module, whose state dict"
-            what += f", {takes} the command takes"
+            if several:
+                what += ", but pickled modules: make state dicts of them, then convert one"
+            else:
+                what += ", but a pickled module, whose state dict the command takes"
             step = loadable_step(checkpoint, more, suffix) or step
         raise RefusedError(what, path=checkpoint.path, next=step)
     return chosen[0]
