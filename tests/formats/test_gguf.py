@@ -493,6 +493,12 @@ def test_a_value_of_another_type_is_refused(name: str, value: Any, words: str, t
     assert not (tmp_path / "out.gguf").exists()
 
 
+def test_a_device_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "m.gguf", {"t": np.zeros(4, np.float32)}, HOW)
+    with pytest.raises(RefusedError, match="no place for devices"):
+        ckptool.save(ckptool.remap(path, {"cpu": "cuda:0"}), tmp_path / "out.gguf")
+
+
 def test_an_edit_in_place_is_taken_back(tmp_path: Path) -> None:
     path = written(tmp_path / "m.gguf", converted(llama(), gguf.GGMLQuantizationType.Q4_0), HOW)
     whole, before = path.read_bytes(), fields(path)

@@ -44,6 +44,9 @@ def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
     number = Struct(order + "Q").pack
     at, infos, pieces, kept = 0, list[bytes](), list[Piece](), len(output.tensors) == len(header.entries)
     for name, tensor, piece in output.tensors:
+        if tensor.location != "cpu":
+            what = f"GGUF has no place for devices, and {quoted(name)} is tagged {tensor.location}"
+            raise RefusedError(what, path=checkpoint.path, next="the program that loads it chooses the device")
         size, numbers = tensor_size(tensor), Struct(f"{order}I{len(tensor.shape)}QIQ")
         shape = numbers.pack(len(tensor.shape), *reversed(tensor.shape), _TYPES[tensor.dtype], at)
         infos += [_text(name, order), shape]
