@@ -292,15 +292,17 @@ def _only_dict(checkpoint: Checkpoint, key: str | None, output: OutputFormat) ->
         step: AnyStep = tree_step(checkpoint.path)
         what = "there is no state dict in it"
         if checkpoint.survey.modules:
-            from .sanitize.sanitizer import loadable_step  # imported only after a refusal
+            # imported only after a refusal
+            from .sanitize.sanitizer import loadable_step, options_that_work, sanitize
 
-            several = len(checkpoint.survey.modules) > 1
-            more, suffix = ((), "") if several else ((Step("to_format", output.name),), output.extension)
-            if several:
+            options = options_that_work(checkpoint)
+            made = sanitize(checkpoint, **dict.fromkeys(options, True)) if options else checkpoint
+            if len(selected(made, None)) > 1:
                 what += ", but pickled modules: make state dicts of them, then convert one"
+                step = loadable_step(checkpoint) or step
             else:
                 what += ", but a pickled module, whose state dict the command takes"
-            step = loadable_step(checkpoint, more, suffix) or step
+                step = loadable_step(checkpoint, (Step("to_format", output.name),), output.extension) or step
         raise RefusedError(what, path=checkpoint.path, next=step)
     return chosen[0]
 
