@@ -317,7 +317,7 @@ class Container:
         raise TargetError(f"there are no weights called {name!r} beside these", next="leave `--deepspeed-16bit=` out")
 
     def originals(self) -> Mapping[str, Sequence[Original]]:
-        """Return the tensors from which a converter made those of the file, by their names here."""
+        """Return the tensors that a converter turned into those here, by the names here."""
         return {}
 
     def in_full(self, key: str = "") -> Container:

@@ -23,6 +23,7 @@ from ..formats.opening import takes_path
 from ..pickles.nodes import Ref
 from ..values.dequantized import Dequantization, dequantized
 from ..values.elements import storage_reader
+from ..values.numeric import ROUNDED
 from ..values.torch.adapters import StoredTensor
 from .adapter_settings import vector
 from .cast import cast, check_dtype
@@ -32,7 +33,6 @@ from .recompute import Recomputation, refuse_blocks
 #: Names of tensors that change the inputs of a layer: without them the plain weight computes something else.
 _RESCALED: Final = regex(r"(?:\.|_)(?:pre_quant_scale|act_pre_scale)\Z|\.(?:input|output|weight)_transform\.")
 _FIELDS: Final = ("dtype", "torch_dtype")
-_DTYPES: Final = ("bfloat16", "float16", "float32", "float64")
 
 
 @takes_path
@@ -52,7 +52,7 @@ def dequantize(checkpoint: Checkpoint, to_dtype: object = None, *, key: str | No
     found = _chosen(work)
     _refuse_unfit(work, found)
     dtype = _of_model(work, found) if to_dtype is None else check_dtype(str(to_dtype).removeprefix("torch.")).name
-    if dtype not in _DTYPES:
+    if dtype not in ROUNDED:
         what = f"plain weights are not written as {dtype}"
         raise RefusedError(what, path=checkpoint.path, next="`--to-dtype bfloat16`")
     made: dict[int, dict[str, tuple[str, Ref]]] = {}
@@ -147,7 +147,7 @@ def _of_model(work: Recomputation, found: Quantization) -> str:
         if entry.tensor not in found.tensors:
             plain[entry.tensor.dtype] += entry.tensor.own_bytes
     named += [name for name, _ in plain.most_common()]
-    return next((name for name in named if name in _DTYPES), "bfloat16")
+    return next((str(name) for name in named if name in ROUNDED), "bfloat16")
 
 
 def _of_wrapped(wrapped: Mapping[str, Deferred]) -> list[Change]:
@@ -166,7 +166,7 @@ def _made(work: Recomputation, weight: QuantizedWeight, dtype: str, wrapped: dic
         numbers["offset"] = _offset(parts["qzeros"], numbers["bits"])
     if numbers.get("offset"):
         numbers["wrapped"] = wrapped[weight.name] = Deferred()
-    narrow = weight.dtype in _DTYPES and weight.dtype not in (dtype, "float32")
+    narrow = weight.dtype in ROUNDED and weight.dtype not in (dtype, "float32")
     rounds = (weight.dtype, dtype) if narrow else (dtype,)
     target = BY_NAME[dtype]
     how = Dequantization(

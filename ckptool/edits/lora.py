@@ -24,6 +24,7 @@ from ..formats.opening import CheckpointOrPath, opened, takes_path
 from ..formats.planning import blaming_damage
 from ..pickles.nodes import Ref
 from ..values.elements import storage_reader
+from ..values.numeric import ROUNDED
 from ..values.torch.adapters import AdapterStep, StoredTensor, merged_elements
 from ..values.torch.loads import need_torch
 from .adapter_changes import WeightChange
@@ -35,8 +36,6 @@ from .model_config import CONFIG, EMBEDDING, HEAD, config_fields
 from .recompute import Recomputation, one_for_each, quantized_refusal, refuse_bits, tensors_of
 from .unmerged import adapter_folder, merge_step, settings, taken_apart, unmerged
 
-#: Dtypes of weights to which a change can be added.
-_DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
 _BEFORE: Final = "merge into the weights before quantization"
 _TIED: Final = "tie_word_embeddings"
 #: Language models; the head of causal ones is called ``lm_head.weight``.
@@ -247,7 +246,7 @@ class _Merge:
             if old.kind not in ("dense", "quantized") or old.location == "meta" or dtype not in BY_NAME:
                 message = f"{quoted(change.key)} has no plain values ({old.kind}, {old.location})"
                 raise RefusedError(message, path=self.path)
-            if old.kind == "quantized" or (change.step.kind != "copy" and dtype not in _DTYPES):
+            if old.kind == "quantized" or (change.step.kind != "copy" and dtype not in ROUNDED):
                 message = f"{quoted(change.key)} is {dtype}, to which an adapter cannot be added"
                 raise RefusedError(message, path=self.path, next=_BEFORE)
             self.steps.setdefault(change.key, []).append(change.step)

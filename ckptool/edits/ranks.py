@@ -26,6 +26,7 @@ from ..files.sources import Computed, FolderSource
 from ..formats.opening import takes_path
 from ..pickles.nodes import Ref
 from ..values.elements import swapped
+from ..values.numeric import ROUNDED
 from ..values.torch.compute import rounded_number
 from ..values.torch.loads import need_torch
 from ..values.torch.low_rank import PARTS, LowRank, Product, factor_elements, singular_values
@@ -37,7 +38,6 @@ from .recompute import Recomputation
 
 #: Texts of a header that another rank makes wrong: hashes, and settings that diffusers reads beside the tensors.
 STALE: Final = ("sshs_model_hash", "sshs_legacy_hash", "lora_adapter_metadata")
-_FLOATS: Final = ("float32", "bfloat16", "float16", "float64")
 
 
 def parse_rank(text: str) -> int:
@@ -121,7 +121,7 @@ def of_peft(edited: Checkpoint, config: Mapping[str, Any], texts: Mapping[str, s
 def dtype_to_write(to_dtype: object) -> str:
     """Return the name of a dtype for the matrices of a LoRA, or raise TargetError."""
     name = check_dtype(str(to_dtype).removeprefix("torch.")).name
-    if name not in _FLOATS:
+    if name not in ROUNDED:
         raise TargetError(f"the matrices of a LoRA are not written as {name}", next="`--to-dtype bfloat16`")
     return name
 
@@ -197,7 +197,7 @@ class _Resizing:
         rank = self._rank(product)
         label = f"{model.label}.{module}" if model.label else module
         dtype = self.dtype or a.view.dtype
-        if dtype not in _FLOATS:
+        if dtype not in ROUNDED:
             raise adapter.refusal(
                 f"{quoted(a.name)} is {dtype}", "choose the dtype of the result: `--to-dtype bfloat16`"
             )

@@ -166,6 +166,8 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "an entry and a tensor": (made([entry("t", 4, bytes(4))], [tensor("t", (4,))], bytes(16)), "are called 't'"),
     "an alignment of 0": (made([entry("general.alignment", 4, bytes(4))]), "not a power of two"),
     "an alignment of 48": (made([entry("general.alignment", 4, struct.pack("<I", 48))]), "not a power of two"),
+    "an alignment of a byte": (made([entry("general.alignment", 0, b"\x20")]), "of the type uint32"),
+    "an empty tensor of 2**63 rows": (made([], [tensor("t", (2**63, 0))], b""), "larger than any"),
     "a removed type": (made([], [tensor("t", (4,), 4)], bytes(16)), "of type 4"),
     "a tensor of 2**80 elements": (made([], [tensor("t", (2**40, 2**40))], b""), "larger than any"),
     "an offset of 2**63": (made([], [tensor("t", (4,), offset=2**63)], bytes(16)), "larger than any"),

@@ -47,7 +47,7 @@ _SHORT_TEXTS: Final = regex(
 _MAX_DEPTH: Final = 8
 #: What llama.cpp reads at most: dimensions, and bytes of a tensor name.
 _MOST_DIMENSIONS, _LONGEST_NAME = 4, 63
-STRING, ARRAY = 8, 9
+_UINT32, STRING, ARRAY = 4, 8, 9
 _SURROGATE: Final = regex("[\ud800-\udfff]")
 #: The number formats of values by their type.
 NUMBERS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -125,8 +125,10 @@ def read_header(source: Source) -> Header:
         metadata[name] = reader.value(kind, name)
         places[name] = kind, begin, reader.base + reader.at
     alignment = metadata.get("general.alignment", 32)
-    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1) or alignment > MAX_HEADER:
-        raise reader.broken(f"general.alignment is {quoted(str(alignment))}, not a power of two", "general.alignment")
+    if places.get("general.alignment", (_UINT32,))[0] != _UINT32:
+        raise reader.broken("general.alignment is not of the type uint32", "general.alignment")
+    if alignment < 1 or alignment & (alignment - 1) or alignment > MAX_HEADER:
+        raise reader.broken(f"general.alignment is {alignment:,}, not a power of two", "general.alignment")
     found = [reader.tensor() for _ in range(tensors)]
     data, entries, problems = _placed(reader, metadata, found, alignment)
     return Header(version, reader.order, alignment, metadata, places, data, entries, problems)
@@ -327,7 +329,8 @@ class _Reader:
             step = "a newer ckptool may know it; the gguf package of the program that wrote the file does"
             known = f"tensor {quoted(name)} is of type {kind}, which GGUF removed or ckptool does not know"
             raise MalformedError(known, path=self.source.name, where=name, next=step)
-        if prod(shape) >= 1 << 62 or offset >= 1 << 62:
+        # The strides of an empty tensor are numbers, too.
+        if prod(max(size, 1) for size in shape) >= 1 << 62 or offset >= 1 << 62:
             raise self.broken(f"tensor {quoted(name)} is larger than any tensor can be", name)
         if (shape[-1] if shape else 1) % dtype.packed:
             rule = f"rows of {shape[-1] if shape else 1:,} elements do not divide into blocks of {dtype.packed}"

@@ -1,9 +1,9 @@
-"""The modules of models that LoRAs change, under the names of two sides: those of the model's authors (a) and those of
-diffusers or transformers (b).
+"""The modules that LoRAs change, under two names: side a as the authors of the model call them, side b as diffusers or
+transformers do.
 
-A family is a TOML file in ``loras``. Its rules are those of a recipe, of which a LoRA needs the linear and convolution
-weights, or its own in the same language. Names with "_" in place of dots are found, too: no two modules of a family
-have the same.
+A family is a TOML file in ``loras``. It names a recipe, whose rules for linear and convolution weights it takes, or has
+rules of its own in the same language. Names with "_" in place of dots are found, too: no two modules of a family have
+the same.
 
 Sources: diffusers (``loaders/lora_conversion_utils.py``), sd-scripts (``networks/lora*.py``), musubi-tuner
 (``networks/convert_lora.py``), ComfyUI (``comfy/lora.py``, ``comfy/utils.py``).
