@@ -171,6 +171,8 @@ class Container:
     traits: Traits = Traits()
     #: A description of the torch version that wrote the file.
     writer: str = ""
+    #: What the metadata says about the model, such as its architecture; "" if nothing.
+    model: str = ""
     #: The folder of the records, or "".
     root: str = ""
     #: "little" or "big".

@@ -12,9 +12,9 @@ from types import FunctionType
 from typing import Final, TypeAlias
 
 from ..base.dtypes import Dtype
-from ..base.errors import ChangedError, UnreadableError
+from ..base.errors import ChangedError, MalformedError, UnreadableError
 from ..base.records import NamedTuple
-from ..base.steps import command
+from ..base.steps import command, undo_step
 
 #: The path of a file or folder.
 FilePath: TypeAlias = str | os.PathLike[str]
@@ -22,6 +22,8 @@ FilePath: TypeAlias = str | os.PathLike[str]
 FILESYSTEM_BLOCK: Final = 4096
 #: The suffix of the file beside another one that has its former header, after an edit in place.
 JOURNAL: Final = ".ckptool-undo"
+#: What that header begins with while the rest of it is replaced.
+UNFINISHED: Final = b"\xff" * 8
 #: The bytes at the start of a file that are read at once and kept.
 _START: Final = FILESYSTEM_BLOCK
 #: A file of at most so many bytes is read at once and kept: fewer calls of the system save more time than bytes do.
@@ -189,6 +191,17 @@ def links_outside(path: str) -> bool:
     above, name = os.path.split(os.path.dirname(folder))
     blobs = os.path.join(above, "blobs") if name == "snapshots" else folder
     return target not in (folder, blobs) and not target.startswith(os.path.join(folder, ""))
+
+
+def is_unfinished(source: Source) -> bool:
+    """Return whether an edit in place of a header was not finished."""
+    return source.read(0, len(UNFINISHED)) == UNFINISHED and os.path.lexists(source.name + JOURNAL)
+
+
+def refuse_unfinished(source: Source) -> None:
+    """Raise MalformedError if an edit in place of a header was not finished."""
+    if is_unfinished(source):
+        raise MalformedError("an edit in place was not finished", path=source.name, next=undo_step(source.name))
 
 
 class FolderSource(Source):

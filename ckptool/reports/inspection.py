@@ -157,6 +157,7 @@ class _Optional(TypedDict, total=False):
     step: int
     complete: bool
     family: str
+    model: str
     quantized: QuantizedReport
     program: ProgramReport
     sharding: ShardingReport
@@ -170,8 +171,9 @@ class InspectReport(_Optional):
     all tensors if there is no state dict), each tensor once; quantized weights count as without
     quantization. Bytes count once. ``loads`` is what torch.load takes: the file, each file, or the converted output.
     ``loader`` loads the checkpoint as it is; it is None if only the program that wrote it does. ``family`` is the kind
-    of model if the names show it. ``world_size``, ``step`` and ``complete`` are for folders that many ranks wrote: the
-    number of ranks, the step if it is known, and whether all files are there and whole.
+    of model if the names show it, ``model`` what the metadata says about it. ``world_size``, ``step`` and ``complete``
+    are for folders that many ranks wrote: the number of ranks, the step if it is known, and whether all files are there
+    and whole.
     """
 
     schema: Literal["ckptool.inspect/1"]
@@ -230,6 +232,8 @@ def inspection(
     unmerged = "a model with an unmerged LoRA (PEFT)" if any(fact.code == UNMERGED for fact in known.others) else ""
     if family := unmerged or next(filter(None, (family_of_model(naming.names) for naming in namings)), ""):
         optional["family"] = family
+    if checkpoint.container.model:
+        optional["model"] = checkpoint.container.model
     if program is not None:
         optional["program"] = program.described
     if shards is not None:

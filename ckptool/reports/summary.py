@@ -126,8 +126,8 @@ def facts(report: InspectReport) -> list[tuple[str, str]]:
             lines.append(("memory", f"{half} in bfloat16 or float16, {full} in float32"))
         if "quantized" in report:
             lines.append(("quantized", _quantized_words(report["quantized"])))
-        if "family" in report:
-            lines.append(("model", f"{report['family']}, by its names"))
+    if "model" in report or "family" in report:
+        lines.append(("model", report.get("model") or f"{report['family']}, by its names"))
     lines += [safety] if is_safe else []
     lines.append(("layout", layout_words(report)))
     if report["tensors"]:

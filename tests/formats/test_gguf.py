@@ -114,6 +114,26 @@ def test_values_of_every_type_are_read(order: str, tmp_path: Path) -> None:
             assert found == value and type(found) is type(value), name
 
 
+def test_inspect_describes_the_model_in_one_line(tmp_path: Path) -> None:
+    how = {"context_length": 4096, "tokenizer_model": "gpt2", "token_list": [f"t{n}" for n in range(3000)]}
+    path = written(tmp_path / "m.gguf", {"t": np.zeros(4, np.float32)}, {**how, "size_label": "7B"})
+    line = "llama, size 7B, context 4,096, tokenizer gpt2, vocabulary 3,000"
+    assert line in say("inspect", path).out
+    assert ckptool.inspect(path)["model"] == line
+
+
+def test_arrays_are_decoded_within_bounds(tmp_path: Path) -> None:
+    short, path = struct.pack("<IQ", 0, 1000) + bytes(1000), tmp_path / "short.gguf"
+    path.write_bytes(made([entry(f"a{n}", ARRAY, short) for n in range(300)]))
+    with ckptool.open(path) as checkpoint:
+        assert len(checkpoint.graph.nodes) < 250_000
+        assert ckptool.get(checkpoint, "a0") == ckptool.get(checkpoint, "a299") == [0] * 1000
+    path.write_bytes(made([entry("a", ARRAY, struct.pack("<IQ", 0, 64 << 20) + bytes(64 << 20))]))
+    with pytest.raises(MalformedError, match="33,554,432 are read at most"):
+        ckptool.get(path, "a")
+    assert not ckptool.inspect(path)["tensors"]
+
+
 def test_a_change_in_a_long_array_is_seen(tmp_path: Path) -> None:
     tokens = [f"t{n}" for n in range(2000)]
     one, two = (
@@ -158,6 +178,11 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "a text of 2**63 bytes": (made([entry("a", STRING, struct.pack("<Q", 2**63))]), "are the most"),
     "an array of 2**62 numbers": (made([entry("a", ARRAY, struct.pack("<IQ", 4, 2**62))]), "declares"),
     "an array of 2**62 texts": (made([entry("a", ARRAY, struct.pack("<IQ", STRING, 2**62))]), "declares"),
+    "a million tensors": (made(counts=(1_000_000, 0), data=bytes(64)), "200,000 are the most"),
+    "a million arrays": (
+        made([entry("a", ARRAY, struct.pack("<IQ", ARRAY, 10**6) + nested(0) * 10**6)]),
+        "200,000 arrays",
+    ),
     "an array of unknown type": (made([entry("a", ARRAY, struct.pack("<IQ", 77, 1))]), "type 77 is unknown"),
     "a value of unknown type": (made([entry("a", 77, b"")]), "unknown type 77"),
     "arrays nested 100 deep": (made([entry("a", ARRAY, nested(100))]), "8 deep"),

@@ -22,7 +22,7 @@ from typing import Final
 from ...base.errors import CkptoolError, OutputError, RefusedError
 from ...base.records import NamedTuple
 from ...base.steps import argument, undo_step
-from ..sources import FILESYSTEM_BLOCK, JOURNAL, FileSource, HeaderPlan, Plan, Source, Span, open_source
+from ..sources import FILESYSTEM_BLOCK, JOURNAL, UNFINISHED, FileSource, HeaderPlan, Plan, Source, Span, open_source
 from ..zips.versions import EditNote, Version
 from .copying import as_output_failure
 from .in_place import StagedFile, open_locked, write_at
@@ -32,11 +32,8 @@ from .planned import Check
 #: The most bytes of an entry's line and of a header, and the most entries. More are of no edit.
 _LINE, _HEADER, _ENTRIES = 4096, 1 << 28, 10_000
 
-
 #: What a journal begins with: no pickle, no archive and no text.
 _MAGIC: Final = b"\0ckptool-undo\n"
-#: What a header begins with while the rest of it is replaced.
-MARK: Final = b"\xff" * 8
 
 
 class Entry(NamedTuple):
@@ -112,7 +109,7 @@ def _state(source: Source, old: bytes, new: bytes) -> str:
         return "new"
     if there.startswith(old):
         return "old"
-    at = len(MARK) if there.startswith(MARK) else 0
+    at = len(UNFINISHED) if there.startswith(UNFINISHED) else 0
     pairs = zip(there[at:], old[at:], new[at:])
     is_part = len(old) == len(new) == len(there) and all(byte in pair for byte, *pair in pairs)
     return "part" if is_part else "other"
@@ -177,11 +174,11 @@ def _put(fd: int, header: bytes) -> None:
     if len(header) <= FILESYSTEM_BLOCK:
         write_at(fd, 0, header)
     else:
-        write_at(fd, 0, MARK)
+        write_at(fd, 0, UNFINISHED)
         os.fsync(fd)
-        write_at(fd, len(MARK), header[len(MARK) :])
+        write_at(fd, len(UNFINISHED), header[len(UNFINISHED) :])
         os.fsync(fd)
-        write_at(fd, 0, header[: len(MARK)])
+        write_at(fd, 0, header[: len(UNFINISHED)])
     os.fsync(fd)
 
 

@@ -9,10 +9,11 @@ pieces: a remote header of 8 MB takes three requests.
 
 from __future__ import annotations
 
-import os
 import re
+import sys
+from collections.abc import Mapping
 from math import prod
-from struct import Struct, error
+from struct import Struct, calcsize, error, unpack_from
 from typing import Any, Final
 
 from ...base.dtypes import BY_NAME, Dtype
@@ -21,28 +22,31 @@ from ...base.findings import Finding
 from ...base.lazy import regex
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
-from ...base.steps import WHOLE_COPY, as_step, by_place, undo_step
+from ...base.steps import WHOLE_COPY, as_step, by_place
 from ...base.text import pluralize, quoted
-from ...files.sources import JOURNAL, Source
+from ...files.sources import Source, refuse_unfinished
 
 MAGIC: Final = b"GGUF"
-#: The mark that ``files.write.headers`` puts at the start of a file.
-UNFINISHED: Final = b"\xff" * 8
 #: The most bytes of a header; vocabularies of 256,000 tokens take 15 MB.
 MAX_HEADER: Final = 256 << 20
 #: Bytes that are read first, then at a time, and then announced: a remote file takes a request for 4 MiB.
-_FIRST, _NEXT, _AHEAD = 256 << 10, 1 << 20, 8 << 20
+_FIRST, _NEXT, _AHEAD = 256 << 10, 256 << 10, 8 << 20
 #: The most bytes of the name of an entry, by docs/gguf.md.
 _MAX_KEY: Final = 65_535
-#: Array elements up to which an array is decoded with the header.
-SHORT: Final = 1_000
-#: So many texts of fewer than 48 bytes, each behind its length: three times as fast as one after the other.
+#: The most entries, tensors and arrays in arrays; a million tensors would take 2 GB of memory.
+_MOST: Final = 200_000
+#: The most elements of an array that is decoded with the header, and the most bytes of all others that are decoded.
+SHORT, _LONG = 1_000, 32 << 20
+#: From Python 3.11 on, a repetition need not remember where it could have gone on otherwise.
+_POSSESSIVE: Final = b"+" if sys.version_info >= (3, 11) else b""
+#: So many texts of fewer than 48 bytes, each behind its length: three times as fast as one after the other. Frequent
+#: lengths come first, and dots are faster than a count of up to 16 bytes.
 _MANY: Final = 256
-_ZEROS: Final = rb"\0\0\0\0\0\0\0"
-_SHORT_TEXTS: Final = regex(
-    b"(?:%s){%d}" % (b"|".join(re.escape(bytes([size])) + _ZEROS + b".{%d}" % size for size in range(48)), _MANY),
-    re.DOTALL,
+_TEXTS: Final = (
+    re.escape(bytes([size])) + rb"\0" * 7 + (b"." * size if size <= 16 else b".{%d}" % size)
+    for size in sorted(range(48), key=lambda size: abs(size - 7))
 )
+_SHORT_TEXTS: Final = regex(b"(?:%s){%d}%s" % (b"|".join(_TEXTS), _MANY, _POSSESSIVE), re.DOTALL)
 #: The most levels of arrays in arrays.
 _MAX_DEPTH: Final = 8
 #: What llama.cpp reads at most: dimensions, and bytes of a tensor name.
@@ -104,8 +108,7 @@ class Header(NamedTuple):
 
 def read_header(source: Source) -> Header:
     """Read and check a header; raise MalformedError with the rule that the file breaks."""
-    if is_unfinished(source):
-        raise MalformedError("an edit in place was not finished", path=source.name, next=undo_step(source.name))
+    refuse_unfinished(source)
     raw = source.read(len(MAGIC), 4)
     big = raw[:2] == b"\0\0"
     version = int.from_bytes(raw, "big" if big else "little")
@@ -114,13 +117,15 @@ def read_header(source: Source) -> Header:
         raise MalformedError(what, path=source.name, next="convert the model again with the current llama.cpp")
     reader = _Reader(source, ">" if big else "<")
     reader.at = len(MAGIC) + len(raw)
-    tensors, number = reader.number("Q"), reader.number("Q")
+    tensors, number = reader.numbers("QQ")
+    if max(tensors, number) > _MOST:
+        raise reader.broken(f"it declares {tensors:,} tensors and {number:,} entries, {_MOST:,} are the most")
     metadata, places = dict[str, Any](), dict[str, tuple[int, int, int]]()
     for _ in range(number):
         name = reader.string("the name of an entry", _MAX_KEY)
         if name in metadata:
             raise reader.broken(f"the entry {quoted(name)} is in it twice", name)
-        kind = reader.number("I")
+        (kind,) = reader.numbers("I")
         begin = reader.base + reader.at
         metadata[name] = reader.value(kind, name)
         places[name] = kind, begin, reader.base + reader.at
@@ -134,21 +139,8 @@ def read_header(source: Source) -> Header:
     return Header(version, reader.order, alignment, metadata, places, data, entries, problems)
 
 
-def is_unfinished(source: Source) -> bool:
-    """Return whether a file has the mark that replaces the start of a header during an edit in place."""
-    return source.read(0, len(UNFINISHED)) == UNFINISHED and os.path.lexists(source.name + JOURNAL)
-
-
-class _Tensor(NamedTuple):
-    name: str
-    dtype: Dtype
-    shape: tuple[int, ...]
-    size: int
-    offset: int
-
-
 def _placed(
-    reader: _Reader, metadata: dict[str, Any], found: list[_Tensor], alignment: int
+    reader: _Reader, metadata: dict[str, Any], found: list[TensorEntry], alignment: int
 ) -> tuple[int, tuple[TensorEntry, ...], list[Finding]]:
     """Return the offset of the data, the tensors with their places in the file, and what is wrong with these."""
     source, problems = reader.source, list[Finding]()
@@ -162,7 +154,7 @@ def _placed(
             note(f"the name {quoted(name)} is not UTF-8", name)
     data = -(-(reader.base + reader.at) // alignment) * alignment
     entries, seen, expected = list[TensorEntry](), set[str](), 0
-    for name, dtype, shape, size, offset in found:
+    for name, dtype, shape, offset, finish in found:
         if name in seen:
             raise reader.broken(f"the tensor {quoted(name)} is in it twice", name)
         seen.add(name)
@@ -175,8 +167,8 @@ def _placed(
             note(f"{title} has {len(shape)} dimensions, llama.cpp reads {_MOST_DIMENSIONS}", name)
         if len(name.encode("utf-8", "surrogateescape")) > _LONGEST_NAME:
             note(f"{title} has a name of more than {_LONGEST_NAME} bytes, which llama.cpp refuses", name)
-        expected = -(-(offset + size) // alignment) * alignment
-        entries.append(TensorEntry(name, dtype, shape, data + offset, data + offset + size))
+        expected = -(-finish // alignment) * alignment
+        entries.append(TensorEntry(name, dtype, shape, data + offset, data + finish))
     end = max((entry.end for entry in entries), default=0)
     if end > source.size:
         left = sum(entry.end <= source.size for entry in entries)
@@ -194,10 +186,17 @@ def _placed(
     return data, tuple(entries), problems
 
 
-def elements(source: Source, array: Array, order: str) -> list[Any]:
-    """Return the elements of an array of any length; arrays in arrays are lists."""
-    reader = _Reader(source, order, array.begin, array.end)
-    return reader.elements(array.kind, array.number)
+def elements(source: Source, arrays: Mapping[str, Array], order: str) -> dict[str, list[Any]]:
+    """Return the elements of arrays of any length; arrays in arrays are lists. Raise MalformedError for too many."""
+    total = sum(array.end - array.begin for array in arrays.values())
+    if total > _LONG:
+        what = f"its arrays have {total:,} bytes, {_LONG:,} are read at most"
+        raise MalformedError(what, path=source.name, next="read the header alone, with `ckptool inspect`")
+    found = {}
+    for name, array in arrays.items():
+        reader = _Reader(source, order, array.begin, array.end)
+        found[name] = reader.elements(array.kind, array.number)
+    return found
 
 
 class _Reader:
@@ -208,7 +207,8 @@ class _Reader:
         self.end = source.size if end < 0 else end
         self.data = source.read(begin, min(_FIRST, self.end - begin))
         self._announced = begin + len(self.data)
-        self._structs: dict[str, Struct] = {}
+        #: How many elements may be decoded, and arrays in arrays skipped.
+        self.decoded = self.nested = _MOST
 
     def broken(self, rule: str, where: str = "") -> MalformedError:
         what = f"not a valid GGUF file: {rule}"
@@ -234,20 +234,16 @@ class _Reader:
         if size > len(self.data):
             raise self.broken("it shrank while it was read")
 
-    def struct(self, code: str) -> Struct:
-        if code not in self._structs:
-            self._structs[code] = Struct(self.order + code)
-        return self._structs[code]
-
-    def number(self, code: str) -> Any:
-        form = self.struct(code)
-        self.need(form.size)
-        (value,) = form.unpack_from(self.data, self.at)
-        self.at += form.size
-        return shortest(value) if code == "f" else value
+    def numbers(self, codes: str) -> tuple[Any, ...]:
+        """Return the next numbers."""
+        size = calcsize(self.order + codes)
+        self.need(size)
+        values = unpack_from(self.order + codes, self.data, self.at)
+        self.at += size
+        return tuple(map(shortest, values)) if codes[-1] == "f" else values
 
     def string(self, what: str, most: int = MAX_HEADER) -> str:
-        size = self.number("Q")
+        (size,) = self.numbers("Q")
         if size > most:
             raise self.broken(f"{what} has {size:,} bytes, {most:,} are the most")
         self.need(size)
@@ -258,35 +254,38 @@ class _Reader:
     def value(self, kind: int, name: str) -> Any:
         """Return the next value of a type; an array that is long or holds arrays is not decoded."""
         if kind in NUMBERS:
-            return self.number(NUMBERS[kind])
+            return self.numbers(NUMBERS[kind])[0]
         if kind == STRING:
             return self.string(f"the text of {quoted(name)}")
         if kind != ARRAY:
             raise self.broken(f"the entry {quoted(name)} is of the unknown type {kind}", name)
-        inner, count = self.number("I"), self.number("Q")
-        if count <= SHORT and (inner == STRING or inner in NUMBERS):
+        inner, count = self.numbers("IQ")
+        if count <= min(SHORT, self.decoded) and (inner == STRING or inner in NUMBERS):
+            self.decoded -= count
             return self.elements(inner, count)
         begin = self.base + self.at
-        self.skip(inner, count, 1)
+        self.skip(1, inner, count)
         return Array(inner, count, begin, self.base + self.at)
 
-    def skip(self, kind: int, count: int, depth: int) -> None:
+    def skip(self, depth: int, kind: int, count: int) -> None:
         """Go behind the elements of an array."""
         if kind in NUMBERS:
-            size = self.struct(NUMBERS[kind]).size * count
-            self.need(size)
-            self.at += size
+            self.at += calcsize(self.order + NUMBERS[kind]) * count
+            self.need(0)
         elif kind == STRING:
             self._skip_strings(count)
         elif kind != ARRAY or depth >= _MAX_DEPTH:
             what = f"arrays are nested more than {_MAX_DEPTH} deep" if kind == ARRAY else f"type {kind} is unknown"
             raise self.broken(what)
         else:
+            self.nested -= count
+            if self.nested < 0:
+                raise self.broken(f"its arrays hold more than {_MOST:,} arrays")
             for _ in range(count):
-                self.skip(self.number("I"), self.number("Q"), depth + 1)
+                self.skip(depth + 1, *self.numbers("IQ"))
 
     def _skip_strings(self, count: int) -> None:
-        unpack, at, data = self.struct("Q").unpack_from, self.at, self.data
+        unpack, at, data = Struct(self.order + "Q").unpack_from, self.at, self.data
         last = len(data) - 8
         while count:  # half a million in large vocabularies
             if count >= _MANY and self.order == "<" and (match := _SHORT_TEXTS.match(data, at)):
@@ -307,23 +306,16 @@ class _Reader:
         if kind == STRING:
             return [self.string("a text") for _ in range(count)]
         if kind == ARRAY:
-            return [self.elements(self.number("I"), self.number("Q")) for _ in range(count)]
-        form = Struct(f"{self.order}{count}{NUMBERS[kind]}")
-        self.need(form.size)
-        values = form.unpack_from(self.data, self.at)
-        self.at += form.size
-        return [*map(shortest, values)] if NUMBERS[kind] == "f" else [*values]
+            return [self.elements(*self.numbers("IQ")) for _ in range(count)]
+        return [*self.numbers(f"{count}{NUMBERS[kind]}")]
 
-    def tensor(self) -> _Tensor:
-        """Return the next tensor; ``offset`` is from the start of the data."""
+    def tensor(self) -> TensorEntry:
+        """Return the next tensor; ``begin`` is an offset from the start of the data."""
         name = self.string("the name of a tensor", _MAX_KEY)
-        dimensions = self.number("I")
+        (dimensions,) = self.numbers("I")
         if dimensions > LIMITS.dimensions:
             raise self.broken(f"tensor {quoted(name)} has {dimensions:,} dimensions", name)
-        form = self.struct(f"{dimensions}QIQ")
-        self.need(form.size)
-        *sizes, kind, offset = form.unpack_from(self.data, self.at)
-        self.at += form.size
+        *sizes, kind, offset = self.numbers(f"{dimensions}QIQ")
         shape, dtype = tuple(reversed(sizes)), TENSOR_TYPES.get(kind)
         if dtype is None:
             step = "a newer ckptool may know it; the gguf package of the program that wrote the file does"
@@ -335,7 +327,7 @@ class _Reader:
         if (shape[-1] if shape else 1) % dtype.packed:
             rule = f"rows of {shape[-1] if shape else 1:,} elements do not divide into blocks of {dtype.packed}"
             raise self.broken(f"tensor {quoted(name)}: {rule}", name)
-        return _Tensor(name, dtype, shape, prod(shape) // dtype.packed * dtype.itemsize, offset)
+        return TensorEntry(name, dtype, shape, offset, offset + prod(shape) // dtype.packed * dtype.itemsize)
 
 
 def type_name(kind: int) -> str:

@@ -17,7 +17,7 @@ from ...base.errors import MalformedError
 from ...base.findings import INCOMPLETE, TWO_FORMATS, Finding
 from ...base.lazy import regex
 from ...base.steps import folder_of
-from ...base.text import join_limited, pluralize, quoted
+from ...base.text import cut, join_limited, pluralize, quoted
 from ...checkpoint.container import (
     Container,
     FoundPickle,
@@ -29,10 +29,10 @@ from ...checkpoint.container import (
 )
 from ...checkpoint.graph_builder import Builder, PlainTensor
 from ...checkpoint.tensors import contiguous_strides
-from ...files.sources import FolderSource, Source, Span
+from ...files.sources import FolderSource, Source, Span, is_unfinished
 from ...files.zips.reader import ends_in_directory
 from ...pickles.nodes import Graph, Ref
-from .header import MAGIC, Array, Header, TensorEntry, elements, is_unfinished, read_header, type_name
+from .header import MAGIC, Array, Header, TensorEntry, elements, read_header, type_name
 
 #: The name of a file of a split (llama.cpp: ``llama_split_path``).
 SPLIT: Final = regex(r"(.*)-(\d{5})-of-(\d{5})\.gguf\Z")
@@ -62,6 +62,7 @@ class GGUF(Container):
         self.header_size = min(header.data, self.source.size) if len(files) == 1 else 0
         self.byteorder = "big" if header.order == ">" else "little"
         self.writer = f"a converter for llama.cpp (GGUF version {header.version})"
+        self.model = _model(header.metadata)
         self.problems = [problem for _, each in files for problem in each.problems]
         self.entries: dict[str, tuple[Source, TensorEntry]] = {}
         for source, each in files:
@@ -88,13 +89,9 @@ class GGUF(Container):
 
     def in_full(self, key: str = "") -> GGUF:
         whole, order = copy(self), self.files[0][1].order
-        everything = key in ("", ".")
-        whole.values = {
-            name: elements(self.source, value, order)
-            if isinstance(value, Array) and (everything or name in key)
-            else value
-            for name, value in self.values.items()
-        }
+        arrays = {name: value for name, value in self.values.items() if isinstance(value, Array)}
+        wanted = {name: value for name, value in arrays.items() if key in ("", ".") or name in key}
+        whole.values = {**self.values, **elements(self.source, wanted, order)}
         whole.graph = whole._built()
         return whole
 
@@ -143,6 +140,20 @@ class GGUF(Container):
             return ()
         what = "it is a GGUF file and a zip archive at once: zipfile, and what uses it, takes it for the archive"
         return [Finding(TWO_FORMATS, "error", what, refused=True)]
+
+
+def _model(values: Mapping[str, Any]) -> str:
+    """Return the architecture, size, context and tokenizer of a model, as far as the metadata has them."""
+    name, tokens = values.get("general.architecture"), values.get("tokenizer.ggml.tokens")
+    facts = (
+        ("", name),
+        ("size ", values.get("general.size_label")),
+        ("context ", values.get(f"{name}.context_length")),
+        ("tokenizer ", values.get("tokenizer.ggml.model")),
+        ("vocabulary ", tokens.number if isinstance(tokens, Array) else len(tokens) if type(tokens) is list else None),
+    )
+    known = [(label, fact) for label, fact in facts if type(fact) in (int, str)]
+    return ", ".join(label + (cut(fact, 60) if isinstance(fact, str) else f"{fact:,}") for label, fact in known)
 
 
 def object_of(values: Mapping[str, Any], tensors: Iterable[tuple[str, Dtype, tuple[int, ...], int]]) -> Graph:

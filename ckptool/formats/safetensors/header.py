@@ -21,9 +21,9 @@ from ...base.errors import MalformedError, RefusedError
 from ...base.lazy import regex
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple, new_tuple
-from ...base.steps import WHOLE_COPY, as_step, by_place, command, salvage_step, suggested_output, undo_step
+from ...base.steps import WHOLE_COPY, as_step, by_place, command, salvage_step, suggested_output
 from ...base.text import join_limited, pluralize, quoted
-from ...files.sources import JOURNAL, Source
+from ...files.sources import Source, refuse_unfinished
 
 
 class _DuplicateNameError(ValueError):
@@ -67,8 +67,6 @@ BITS: Final = {
 #: The most bytes of a header that the library reads.
 MAX_HEADER: Final = 100_000_000
 METADATA: Final = "__metadata__"
-#: The size in a header that an edit in place is replacing, while the old one is in a journal (``write.headers``).
-_UNFINISHED: Final = (1 << 64) - 1
 _FIELDS: Final = ("dtype", "shape", "data_offsets")
 _MAX_SIZE: Final = 1 << 64
 _INTEGERS: Final = frozenset((int,))
@@ -107,8 +105,7 @@ def read_header(source: Source, *, cut: bool = False) -> Header:
     if source.size < 8:
         raise _broken(source, "it has fewer than the 8 bytes of the header's length")
     size = int.from_bytes(source.read(0, 8), "little")
-    if size == _UNFINISHED and os.path.lexists(source.name + JOURNAL):
-        raise MalformedError("an edit in place was not finished", path=source.name, next=undo_step(source.name))
+    refuse_unfinished(source)
     if size > MAX_HEADER:
         raise _broken(source, f"the header claims {size:,} bytes, {MAX_HEADER:,} are the most")
     if 8 + size > source.size:
