@@ -18,7 +18,7 @@ from ..checkpoint.tensors import Tensor
 from ..formats.recipes.evaluation import Block, Output, View, apply, fits
 from ..formats.recipes.recipe import built_in, built_in_names
 from .adapter_changes import WeightChange
-from .adapter_names import MODELS, WITH_DIFFUSERS, Modules
+from .adapter_names import DOWN, MODELS, UP, WITH_DIFFUSERS, Modules
 from .adapter_settings import Adapter
 
 #: The prefix of the diffusion model in a file of a whole pipeline.
@@ -173,7 +173,7 @@ def _match(adapter: Adapter, model: Modules, layouts: Sequence[tuple[str, Mappin
 
 def product_shape(adapter: Adapter, parts: Mapping[str, str]) -> tuple[int, ...] | None:
     """Return the shape of the weight that two matrices change, or None if one is missing."""
-    a, b = (adapter.tensors.get(parts.get(f"lora_{which}.weight", "")) for which in "AB")
+    a, b = (adapter.tensors.get(parts.get(part, "")) for part in (DOWN, UP))
     return (*b.shape[:1], *a.shape[1:]) if a is not None and b is not None else None
 
 

@@ -139,10 +139,15 @@ def module_changes(module: Module, parts: Keys) -> Iterator[WeightChange] | None
     Return None if the base lacks the module. Raise RefusedError unless every tensor is used and fits.
     """
     kinds: dict[str, dict[str, str]] = {}
+    peft_type = module.adapter.config.get("peft_type")
     for part, key in parts.items():
         kind = next((kind for kind in _KINDS if part.startswith(kind)), "")
+        if part == "alpha":
+            continue
         if not kind:
             raise module.unknown(key)
+        if peft_type and str(peft_type) not in (types := _TYPES.get(kind, str(peft_type))):
+            raise module.unfit(key, f"a tensor of {types}, and {CONFIG} says {str(peft_type)[:40]}")
         kinds.setdefault(kind, {})[part.removesuffix(".weight")] = key
     if module.key not in module.base and kinds.keys() != {"copy"}:
         return None
@@ -229,7 +234,7 @@ def _lokr(module: Module, keys: Keys) -> Iterator[WeightChange]:
     first, second = (
         next((forms for forms in choices if forms.keys() <= keys.keys()), {}) for choices in (_LOKR_FIRST, _LOKR_SECOND)
     )
-    if not (first and second) or adapter.config.get("peft_type") != "LOKR":
+    if not (first and second):
         raise adapter.refusal(f"{quoted(next(iter(keys.values())))} and its partners are not the two factors of LoKr")
     size = module.sizes(keys, {**first, **second})
     rank = by_pattern(adapter, module.name, "rank_pattern", adapter.config.get("r", 8))
@@ -276,7 +281,7 @@ def _boft(module: Module, keys: Keys) -> Iterator[WeightChange]:
     rotations, scales = (keys[part] for part in _BOFT)
     blocks, side = size["n"], size["s"]
     says = config.get("boft_block_size", 4), config.get("boft_block_num", 0)
-    if config.get("peft_type") != "BOFT" or says not in ((side, 0), (0, blocks)):
+    if says not in ((side, 0), (0, blocks)):
         raise module.unfit(rotations, f"{CONFIG} gives boft_block_size {says[0]} and boft_block_num {says[1]}")
     if size["f"] != 1:
         raise module.unfit(rotations, "only 1 butterfly factor is supported")
@@ -293,7 +298,7 @@ def _oft(module: Module, keys: Keys) -> Iterator[WeightChange]:
     size = module.sizes(keys, {"oft_R": "n t"})
     (key,), blocks, shared = keys.values(), size["n"], adapter.is_set("block_share")
     side = (1 + isqrt(1 + 8 * size["t"])) // 2
-    if config.get("peft_type") != "OFT" or side * (side - 1) != 2 * size["t"] or (blocks > 1 and shared):
+    if side * (side - 1) != 2 * size["t"] or (blocks > 1 and shared):
         raise module.unfit(key, "not the shape of OFT rotations")
     series, terms = config.get("use_cayley_neumann"), config.get("num_cayley_neumann_terms", 5)
     version = re.match(r"0\.(\d{1,4})\.|[1-9]", str(config.get("peft_version")))
@@ -353,6 +358,16 @@ def _token_rows(module: Module, keys: Keys) -> Iterator[WeightChange]:
     yield module.change("rows", (key,), rows=tuple(rows))
 
 
+#: The types of adapters whose tensors begin so, and the functions for the kinds of tensors.
+_TYPES: Final = {
+    "lora_": "LORA, ADALORA",
+    "hada_": "LOHA",
+    "lokr_": "LOKR",
+    "vera_": "VERA",
+    "boft_": "BOFT",
+    "oft_R": "OFT",
+    "ia3_l": "IA3",
+}
 _KINDS: Final[Mapping[str, Callable[[Module, Keys], Iterator[WeightChange]]]] = {
     "copy": _copies,
     "lora_": _lora,

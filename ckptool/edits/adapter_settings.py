@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from math import prod, sqrt
+from math import isfinite, prod, sqrt
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -33,11 +33,23 @@ from ..formats.names.hf import ADAPTER_CONFIG
 from ..formats.opening import CheckpointOrPath, as_checkpoint
 from ..formats.rank_part import GATHER, empty_weights
 from ..values.elements import storage_reader
+from ..values.numeric import to_numbers
 from ..values.torch.adapters import StoredTensor
-from .adapter_names import PEFT_PREFIX, WITH_DIFFUSERS, Modules, is_of_other_library, is_of_pipeline, modules
+from .adapter_names import (
+    DOWN,
+    PEFT_PREFIX,
+    WITH_DIFFUSERS,
+    Modules,
+    Parts,
+    is_of_other_library,
+    is_of_pipeline,
+    modules,
+)
 from .recompute import refuse_bits
 
 CONFIG: Final = ADAPTER_CONFIG
+#: The parts of an adapter of a pipeline that a merge can use.
+_MERGED: Final = ("alpha", "lora_A", "lora_B", "lora_magnitude_vector")
 #: Names of alpha and rank in the header of an adapter: of kohya, and of tools that write PEFT's names.
 ALPHAS: Final = ("lora_alpha", "ss_network_alpha", "network_alpha", "alpha")
 RANKS: Final = ("r", "lora_rank", "ss_network_dim", "network_dim", "rank")
@@ -114,15 +126,37 @@ class Adapter(NamedTuple):
         tensor = self.tensors[key]
         return StoredTensor(key, storage_reader(self.checkpoint, tensor.storage), vector(tensor))
 
-    def modules(self) -> list[Modules]:
-        """Return the modules that it changes, for each model of a pipeline; raise RefusedError if a key is unknown."""
-        peft_type = None if self.of_pipeline else self.config.get("peft_type", "")
+    def modules(self, *, to_merge: bool = True) -> list[Modules]:
+        """Return the modules that it changes, for each model of a pipeline.
+
+        Raise RefusedError if a key is unknown, or not used by a merge.
+        """
+        prefix, way = ("", WITH_DIFFUSERS) if self.of_pipeline else (PEFT_PREFIX, BY_PEFT)
         try:
-            return modules(
-                self.tensors.keys(), peft_type, lambda one, other: self.stored(one).equals(self.stored(other))
-            )
+            found = modules(self.tensors, prefix, lambda one, other: self.stored(one).equals(self.stored(other)))
         except RefusedError as error:
-            raise self.refusal(error.what, error.step or ("" if self.of_pipeline else BY_PEFT)) from error
+            raise self.refusal(error.what, error.step or way) from error
+        for part, key in (item for model in found for parts in model.parts.values() for item in parts.items()):
+            if to_merge and self.of_pipeline and not part.startswith(_MERGED):
+                raise self.refusal(f"its tensor {quoted(key)} is not known, and would not be used", way)
+        return found
+
+    def of(self, model: Modules) -> Adapter:
+        """Return the adapter with the settings of PEFT that diffusers stored for one model of a pipeline.
+
+        Their names begin with the label of the model if the names of its tensors do. Raise RefusedError if they are not
+        a JSON object.
+        """
+        if not model.label:
+            return self
+        text = self.checkpoint.container.metadata.get(_HEADER_SETTINGS, "{}")
+        if (found := parsed_object(text)) is None:
+            message = f"its metadata {_HEADER_SETTINGS!r} is not a JSON object: {quoted(cut(text))}"
+            raise self.refusal(message, WITH_DIFFUSERS)
+        start = f"{model.label}."
+        own = {name.removeprefix(start): value for name, value in found.items() if name.startswith(start)}
+        bare = {name: value for name, value in found.items() if "." not in name and model.layout == "bare"}
+        return self._replace(config=own or bare)
 
 
 def vector(tensor: Tensor) -> Tensor:
@@ -262,25 +296,24 @@ def base_in_header(checkpoint: Checkpoint) -> str:
     return next((metadata[key] for key in _HEADER_BASES if metadata.get(key, "None") != "None"), "")
 
 
-def settings_in_header(checkpoint: Checkpoint, model: Modules) -> Mapping[str, Any]:
-    """Return the settings of PEFT that diffusers stored for a model, empty without any.
+# -- the settings of one module
 
-    Their names begin with the label of the model if the names of its tensors do. Raise RefusedError if they are not a
-    JSON object.
+
+def product_scale(adapter: Adapter, module: str, parts: Parts) -> float:
+    """Return the factor of a product: alpha divided by the rank, from the tensor, the settings, or else 1.
+
+    Raise RefusedError if they contradict each other, or if the header states an alpha other than the rank.
     """
-    text = checkpoint.container.metadata.get(_HEADER_SETTINGS, "{}")
-    found = parsed_object(text)
-    if found is None:
-        message = f"its metadata {_HEADER_SETTINGS!r} is not a JSON object: {quoted(cut(text))}"
-        raise RefusedError(message, path=checkpoint.path, next=WITH_DIFFUSERS)
-    start = f"{model.label}."
-    own = {name.removeprefix(start): value for name, value in found.items() if name.startswith(start)}
-    bare = {name: value for name, value in found.items() if "." not in name}
-    return own or (bare if model.layout == "bare" else {})
-
-
-def scale_without_alpha(adapter: Adapter, rank: int) -> float:
-    """Return 1, as readers take without alpha; raise RefusedError if the header states one other than the rank."""
+    first = next((parts[part] for part in (DOWN, "lora_embedding_A") if part in parts), "")
+    rank = adapter.stored(first).view.shape[0] if first else 0
+    if (key := parts.get("alpha", "")) and (tensor := adapter.tensors[key]):
+        alpha = to_numbers(adapter.stored(key).values, tensor.dtype)[0] if tensor.numel == 1 and rank else None
+        if not isinstance(alpha, int | float) or not isfinite(alpha):
+            raise adapter.refusal(f"{quoted(key)} is not a finite number")
+        return float(alpha) / rank
+    if adapter.config:
+        check_rank(adapter, first, rank)
+        return scale(adapter, module, rank)
     if adapter.alpha is not None and rank:
         return adapter.alpha / rank
     stated = _header_number(adapter.checkpoint, ALPHAS)
@@ -289,9 +322,6 @@ def scale_without_alpha(adapter: Adapter, rank: int) -> float:
     message = f"its header says alpha {stated:g} for the rank {rank:,}, and no tensor has an alpha"
     way = f"{stated:g}, or {rank:,} if it is part of the matrices already"
     raise adapter.refusal(message, f"give {option('alpha', f'{stated:g}')} ({way})")
-
-
-# -- the settings of one module
 
 
 def check_rank(adapter: Adapter, key: str, rank: int) -> None:

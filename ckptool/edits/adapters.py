@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from math import isfinite, prod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from math import prod
 from typing import Final
 
 from ..base.addresses import is_remote
@@ -15,12 +15,11 @@ from ..base.steps import command
 from ..base.text import join_limited, pluralize, quoted, shape_text
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.tensors import Tensor
-from ..values.elements import elements
 from ..values.numeric import to_numbers
 from ..values.torch.adapters import NOT_ADDED, ORDER, AdapterStep, StoredTensor
 from .adapter_bases import Match, Weight, matches, own_weights, product_shape, renamed_weights, without_ones
 from .adapter_changes import Module, WeightChange, module_changes
-from .adapter_names import WITH_DIFFUSERS, Modules, is_of_pipeline, modules
+from .adapter_names import DOWN, NORMS, PEFT_PREFIX, WITH_DIFFUSERS, Modules, Parts, is_of_pipeline
 from .adapter_settings import (
     BY_PEFT,
     CONFIG,
@@ -29,74 +28,74 @@ from .adapter_settings import (
     base_in_header,
     check_rank,
     check_settings,
+    product_scale,
     scale,
-    scale_without_alpha,
-    settings_in_header,
     targets,
 )
-from .lora_modules import base_of, layout_of, modules_of
+from .lora_modules import base_of, layout_of
 
 #: Parts whose first dimension is the rank.
-_WITH_RANK: Final = ("lora_A.weight", "lora_embedding_A.weight", "hada_w1_b.weight", "hada_w1_b")
+_WITH_RANK: Final = (DOWN, "lora_embedding_A", "hada_w1_b")
 #: Kinds of adapters for pipelines, by parts that only they have.
-_KINDS: Final = {"hada_": "LoHa", "lokr_": "LoKr", "oft_": "OFT", "a1": "GLoRA", "lora_magnitude_vector": "DoRA"}
+_KINDS: Final = {"hada_": "LoHa", "lokr_": "LoKr", "oft_": "OFT", "a1": "GLoRA", NORMS: "DoRA"}
 
 
 def description(checkpoint: Checkpoint) -> str:
     """Return the type, the ranks, the targets and the base of an adapter; "" if its settings are missing."""
     tensors = {entry.key: entry.tensor for entry in checkpoint.survey.tensors}
-    if is_of_pipeline(tensors.keys()):
-        return _description_of_lora(Adapter(checkpoint, {}, tensors, of_pipeline=True))
-    try:
-        config = adapter_config(checkpoint)
-        if config is None:
+    adapter = Adapter(checkpoint, {}, tensors, of_pipeline=is_of_pipeline(tensors.keys()))
+    if adapter.of_pipeline:
+        return _description_of_lora(adapter)
+    with suppress(RefusedError):
+        if (config := adapter_config(checkpoint)) is None:
             return ""
-        models = modules(tensors.keys(), config.get("peft_type", ""))
-    except RefusedError:
-        return ""
-    adapter = Adapter(checkpoint, config, tensors)
-    parts = [(module, each) for model in models for module, each in model.parts.items()]
-    firsts = [tensors[key].shape for _, each in parts for part, key in each.items() if part in _WITH_RANK]
-    ranks = {shape[0] for shape in firsts if len(shape) > 1}
-    if adapter.has_parameters:  # their matrices have the ranks of all experts
-        ranks &= {config.get("r")}
-    rank = f" of rank {join_limited([f'{number:,}' for number in sorted(ranks)])}" if ranks else ""
-    kind = str(config.get("peft_type", "LORA"))[:40]
-    kind = kind if kind != "LORA" else "DoRA" if adapter.is_set("use_dora") else "LoRA"
-    changed = [module for module, each in parts if not all(part.startswith("copy.") for part in each)]
-    on = join_limited(list(dict.fromkeys(each.rpartition(".")[2] for each in changed)))
-    what = f"an adapter ({kind}{rank}{f' on {on}' if on else ''}), not a model"
-    return f"{what}; its base is {quoted(adapter.base_name)}" if adapter.base_name else what
+        bare = {key.removeprefix(PEFT_PREFIX): tensor for key, tensor in tensors.items()}
+        adapter = adapter._replace(config=config, tensors=bare)
+        parts = [item for model in adapter.modules() for item in model.parts.items()]
+        ranks = _ranks(adapter, [each for _, each in parts])
+        if adapter.has_parameters:  # their matrices have the ranks of all experts
+            ranks = [rank for rank in ranks if rank == config.get("r")]
+        rank = f" of rank {join_limited([f'{number:,}' for number in ranks])}" if ranks else ""
+        kind = str(config.get("peft_type", "LORA"))[:40]
+        kind = kind if kind != "LORA" else "DoRA" if adapter.is_set("use_dora") else "LoRA"
+        changed = [module for module, each in parts if not all(part.startswith("copy.") for part in each)]
+        on = join_limited(list(dict.fromkeys(each.rpartition(".")[2] for each in changed)))
+        return _with_base(f"an adapter ({kind}{rank}{f' on {on}' if on else ''}), not a model", adapter.base_name)
+    return ""
+
+
+def _with_base(what: str, base: str) -> str:
+    return f"{what}; its base is {quoted(base)}" if base else what
+
+
+def _ranks(adapter: Adapter, parts: Iterable[Parts]) -> list[int]:
+    shapes = [adapter.tensors[key].shape for each in parts for part, key in each.items() if part in _WITH_RANK]
+    return sorted({shape[0] for shape in shapes if len(shape) > 1})
 
 
 def _description_of_lora(adapter: Adapter) -> str:
     """Return the kind, the layout, the models and the base of a LoRA for a pipeline."""
-    tensors = adapter.tensors
     try:
-        known = modules_of(tensors.keys())
+        models = adapter.modules(to_merge=False)
     except RefusedError as error:
         return f"an adapter of an image pipeline, not a model: {error.what}"
-    every = {part for module in known for part in module.parts}
+    parts = [each for model in models for each in model.parts.values()]
+    every = {part for each in parts for part in each}
     kind = next((kind for start, kind in _KINDS.items() if any(part.startswith(start) for part in every)), "LoRA")
-    base, name = base_of(known, lambda key: tensors[key].shape), base_in_header(adapter.checkpoint)
-    what = f"an adapter ({kind}{f' of {base}' if base else ''} in the layout of {layout_of(known)}: "
-    firsts = [tensors[key].shape for module in known for part, key in module.parts.items() if part in _WITH_RANK]
-    ranks = sorted({shape[0] for shape in firsts if len(shape) > 1})
-    numbers = {"rank": [f"{number:,}" for number in ranks], "alpha": _alphas(adapter)}
+    base = base_of(models, lambda key: adapter.tensors[key].shape)
+    keys = [each["alpha"] for each in parts if "alpha" in each and adapter.tensors[each["alpha"]].numel == 1]
+    alphas: list[complex] = []
+    if not is_remote(adapter.path):
+        alphas = [to_numbers(adapter.stored(key).values, adapter.tensors[key].dtype)[0] for key in keys]
+    numbers = {
+        "rank": [f"{number:,}" for number in _ranks(adapter, parts)],
+        "alpha": [f"{number.real:g}" for number in dict.fromkeys(alphas)],
+    }
     details = [f"{name} {join_limited(values)}" for name, values in numbers.items() if values]
-    counts = Counter(module.label for module in known)
-    details += [f"{pluralize(count, 'module')} of {label}" for label, count in counts.items()]
-    what += f"{', '.join(details)}), not a model"
-    return f"{what}; its base is {quoted(name)}" if name else what
-
-
-def _alphas(adapter: Adapter) -> list[str]:
-    """Return the different alphas of a file on the disk."""
-    keys = [key for key, tensor in adapter.tensors.items() if key.endswith(".alpha") and tensor.numel == 1]
-    if is_remote(adapter.path):
-        return []
-    found = (to_numbers(adapter.stored(key).values, adapter.tensors[key].dtype)[0] for key in keys)
-    return [f"{number.real:g}" for number in dict.fromkeys(found)]
+    details += [f"{pluralize(len(model.parts), 'module')} of {model.label}" for model in models]
+    of = f" of {base}" if base else ""
+    what = f"an adapter ({kind}{of} in the layout of {layout_of(models)}: {', '.join(details)}), not a model"
+    return _with_base(what, base_in_header(adapter.checkpoint))
 
 
 def weight_changes(
@@ -172,7 +171,7 @@ def _pipeline_changes(
     owners: dict[str, str] = {}
     for model, match in zip(models, matches(adapter, models, base)):
         if match is None:
-            unused[model.label] = model.tensors
+            unused[model.label] = sum(map(len, model.parts.values()))
             continue
         for change in _placed(adapter, model, match, path, weight):
             other = owners.setdefault(change.key, model.label)
@@ -185,7 +184,7 @@ def _pipeline_changes(
 
 def _placed(adapter: Adapter, model: Modules, match: Match, path: str, weight: float) -> list[WeightChange]:
     """Return the changes by one model; raise RefusedError unless all its modules are in the base and fit."""
-    own = adapter._replace(config=settings_in_header(adapter.checkpoint, model))
+    own = adapter.of(model)
     check_settings(own)
     scales: dict[str, float] = {}
     parts: dict[str, Mapping[str, str]] = {}
@@ -193,8 +192,8 @@ def _placed(adapter: Adapter, model: Modules, match: Match, path: str, weight: f
     for module, keys in model.parts.items():
         name = match.names.get(module, module)
         parts[name] = keys
-        scales[name] = product_scale(own, module, keys, model.alphas.get(module, ""))
-        change, magnitude = product_shape(adapter, keys), keys.get("lora_magnitude_vector.weight", "")
+        scales[name] = product_scale(own, module, keys)
+        change, magnitude = product_shape(adapter, keys), keys.get(NORMS, "")
         if change and f"{name}.weight" in shapes and without_ones(change) == without_ones(shapes[f"{name}.weight"]):
             shapes[f"{name}.weight"] = change
         norms = adapter.tensors[magnitude].shape if magnitude else ()
@@ -203,21 +202,6 @@ def _placed(adapter: Adapter, model: Modules, match: Match, path: str, weight: f
     wanted = {name: Tensor("dense", "float32", shape, (), 0, "", "cpu", False) for name, shape in shapes.items()}
     found = _changes_of(own._replace(scales=scales), parts, wanted, path, weight)
     return [item for change in found for item in match.weights[change.key].changes(change)]
-
-
-def product_scale(adapter: Adapter, module: str, parts: Mapping[str, str], alpha: str) -> float:
-    """Return the factor of a product: alpha divided by the rank, from the settings of diffusers, or else 1."""
-    shape = adapter.tensors[parts["lora_A.weight"]].shape if "lora_A.weight" in parts else ()
-    rank = shape[0] if shape else 0
-    if not alpha:
-        return scale(adapter, module, rank) if adapter.config else scale_without_alpha(adapter, rank)
-    tensor = adapter.tensors[alpha]
-    value: object = None
-    if tensor.numel == 1 and rank > 0:
-        (value,) = to_numbers(b"".join(elements(adapter.stored(alpha).storage, tensor)), tensor.dtype)
-    if not isinstance(value, int | float) or not isfinite(value):
-        raise adapter.refusal(f"{quoted(alpha)} is not a finite number")
-    return float(value) / rank
 
 
 # -- parameters that are not modules, such as the experts of a layer in one tensor (``target_parameters``)

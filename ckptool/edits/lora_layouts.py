@@ -31,7 +31,7 @@ from ..pickles.nodes import Ref
 from ..values.matrices import Block, pasted
 from ..values.numeric import ROUNDED, to_numbers
 from ..values.torch.adapters import StoredTensor
-from .adapter_names import PEFT_PREFIX, Modules
+from .adapter_names import DOWN, NORMS, PEFT_PREFIX, UP, Parts
 from .adapter_settings import (
     ALPHAS,
     BY_PEFT,
@@ -40,33 +40,28 @@ from .adapter_settings import (
     adapter_config,
     base_in_header,
     check_product,
-    check_rank,
     check_settings,
     check_tensors,
-    settings_in_header,
+    product_scale,
 )
-from .adapters import product_scale
-from .lora_modules import DOWN, LAYOUTS, UP, LoraModule, Out, Renaming, modules_of
+from .lora_modules import LAYOUTS, Out, Piece, Renaming
 from .model_config import LOOKUP
-from .ranks import STALE, of_peft, rank_settings
+from .ranks import STALE, of_peft, rank_settings, stated
 from .recompute import Recomputation, tensors_of
 
 _MID: Final = "lora_mid.weight"
 _BIAS: Final = "lora_B.bias"
-_NORMS: Final = "lora_magnitude_vector.weight"
 #: Parts that are rows of the weight or the bias, and move with them.
-_ROWS: Final = (UP, _BIAS, _NORMS, "diff", "diff_b")
-#: The names of parts in kohya's layout, and in that of PEFT and diffusers.
+_ROWS: Final = (UP, _BIAS, NORMS, "diff", "diff_b")
+#: How the layouts spell parts. kohya and ComfyUI keep the names of others; PEFT and diffusers have no place for them.
 _KOHYA: Final = {
-    DOWN: "lora_down.weight",
-    UP: "lora_up.weight",
-    _MID: "lora_mid.weight",
-    _BIAS: "diff_b",
-    _NORMS: "dora_scale",
+    **{DOWN: "lora_down.weight", UP: "lora_up.weight", _MID: "lora_mid.weight"},
+    **{_BIAS: "diff_b", NORMS: "dora_scale"},
 }
-_PEFT: Final = {DOWN: DOWN, UP: UP, _BIAS: _BIAS, _NORMS: "lora_magnitude_vector"}
-#: Parts that only PEFT has: embeddings, and modules that were trained as a whole.
-_PEFT_ALONE: Final = {
+_DIFFUSERS: Final = {DOWN: DOWN, UP: UP, _BIAS: _BIAS, NORMS: "lora_magnitude_vector"}
+#: Only PEFT has embeddings, and modules that were trained as a whole.
+_PEFT: Final = {
+    **_DIFFUSERS,
     **{name: name for name in ("lora_embedding_A", "lora_embedding_B")},
     **{"copy.weight": "weight", "copy.bias": "bias"},
 }
@@ -144,8 +139,7 @@ class _Conversion:
             kinds = [*LAYOUTS] if name not in LAYOUTS else [f"{name}:{each}" for each in families()]
             raise TargetError(f"{layout!r} is not a layout of LoRAs", next=f"one of {join_limited(kinds, most=20)}")
         self.work = Recomputation(checkpoint)
-        self.layout, self.lossy = name, lossy
-        self.path = checkpoint.path
+        self.layout, self.lossy, self.path = name, lossy, checkpoint.path
         self.state_dict = only_one(checkpoint, selected(checkpoint, key))
         nodes = self.work.checkpoint.graph.nodes
         self.refs = {str(nodes[name]): ref for name, ref in self.state_dict.items}
@@ -153,215 +147,141 @@ class _Conversion:
         header = parsed_object(checkpoint.metadata.get(ADAPTER_CONFIG, ""))
         self.config = dict(given or header or adapter_config(checkpoint) or {})
         tensors = tensors_of(self.work.checkpoint, self.state_dict)
-        self.adapter = Adapter(self.work.checkpoint, self.config, tensors, of_pipeline=True)
-        check_tensors(self.adapter)
-        with adding_path(self.path):
-            self.modules = modules_of(self.refs.keys())
+        self.adapter = adapter = Adapter(self.work.checkpoint, self.config, tensors, of_pipeline=True)
+        check_tensors(adapter)
+        self.models = adapter.modules(to_merge=False)
         if not self.config and any(key.startswith(PEFT_PREFIX) for key in self.refs):
             what = f"there is no {ADAPTER_CONFIG} beside it, and without lora_alpha the scale is not known"
-            raise self.adapter.refusal(what, "give the file: `--config adapter_config.json`")
-        check_settings(self.adapter)
+            raise adapter.refusal(what, "give the file: `--config adapter_config.json`")
+        check_settings(adapter)
         kind = self.config.get("peft_type", "LORA")
-        if name != "peft" and (kind != "LORA" or self.adapter.has_parameters):
+        if name != "peft" and (kind != "LORA" or adapter.has_parameters):
             what = "one of experts" if kind == "LORA" else str(kind)[:40]
-            raise self.adapter.refusal(f"only LoRA has other layouts, and it is {what}", BY_PEFT)
+            raise adapter.refusal(f"only LoRA has other layouts, and it is {what}", BY_PEFT)
+        with adding_path(self.path):
+            self.names = Renaming(self.models, name, family, lambda key: tensors[key].shape)
+        #: The adapter with the settings of each module.
+        self.own = [adapter.of(model) for model in self.models for _ in model.parts]
+        self.modules = self.names.modules
         for module in self.modules:
             if DOWN in module.parts:
-                check_product(self.adapter, module.parts[DOWN], module.parts[UP])
-        with adding_path(self.path):
-            self.names = Renaming(self.modules, name, family, lambda key: tensors[key].shape)
-        self.family, self.outs, self.notes = self.names.family, self.names.outs, self.names.notes
+                check_product(adapter, module.parts[DOWN], module.parts[UP])
+        self.outs, self.notes = self.names.outs, self.names.notes
         self.lost: list[str] = []
 
     # -- values
 
-    def _stored(self, key: str) -> StoredTensor:
-        return self.adapter.stored(key)
-
-    def _whole(self, key: str, factor: float = 1.0) -> _Part:
-        stored, shape = self._stored(key), self.adapter.tensors[key].shape
+    def _rows(self, key: str, begin: int = 0, count: int | None = None, row: int = 0) -> Block:
+        stored = self.adapter.stored(key)
         rows = stored.view.shape[0]
-        wide = prod(shape) // max(rows, 1)
-        return _Part((Block(stored, 0, rows, 0, wide, factor=factor),), shape)
+        return Block(stored, begin, rows if count is None else count, 0, stored.view.numel // max(rows, 1), row)
 
-    def _rows(self, key: str, begin: int, count: int, row: int = 0) -> Block:
-        stored = self._stored(key)
-        return Block(stored, begin, count, 0, stored.view.numel // max(stored.view.shape[0], 1), row)
+    def _whole(self, key: str) -> _Part:
+        return _Part((self._rows(key),), self.adapter.tensors[key].shape)
 
-    def _scale(self, module: LoraModule) -> float:
-        if DOWN not in module.parts:
-            return 1.0
-        alpha, rank = module.parts.get("alpha", ""), self.adapter.tensors[module.parts[DOWN]].shape[0]
-        model = Modules("diffusers", module.label, {}, {})
-        own = self.adapter._replace(
-            config=settings_in_header(self.adapter.checkpoint, model) if module.label else self.config
-        )
-        if not alpha and not own.config:  # every program that reads it takes the rank, whatever the header says
-            return 1.0
-        if not alpha:
-            check_rank(own, module.parts[DOWN], rank)
-        return product_scale(own, module.name, module.parts, alpha)
+    def _scale(self, at: int) -> float:
+        parts, own = self.modules[at].parts, self.own[at]
+        # Without alpha, every program that reads it takes the rank, whatever the header says.
+        unscaled = DOWN not in parts or not ("alpha" in parts or own.config)
+        return 1.0 if unscaled else product_scale(own, self.modules[at].name, parts)
 
     def _change(self, out: Out) -> _Change:
-        first = next(self.modules[at] for at in out.sources if at is not None)
-        if out.kind == "join":
-            return self._joined(out)
-        parts = {part: key for part, key in first.parts.items() if part != "alpha"}
-        alpha, scale = first.parts.get("alpha", ""), self._scale(first)
-        if out.kind == "padded":
-            return _Change(self._padded(out, first), scale)
-        if out.kind == "same":
-            return _Change({part: self._whole(key) for part, key in parts.items()}, scale, alpha)
-        self._refuse_other_parts(first)
-        if out.kind == "swap":
-            made = {part: self._swapped(key) if part in _ROWS else self._whole(key) for part, key in parts.items()}
-            return _Change(made, scale)
-        if alpha and self.layout == "diffusers":  # diffusers divides the tensor, and so rounds the scale to its dtype
-            scale = self._rounded(scale, self.adapter.tensors[alpha].dtype)
-        return _Change(self._split(out, first), scale)
-
-    def _refuse_other_parts(self, module: LoraModule) -> None:
-        odd = next((key for part, key in module.parts.items() if part not in (*_ROWS, DOWN, "alpha")), "")
-        if odd:
-            what = f"{quoted(odd)} cannot be split, joined or turned: only plain matrices can"
-            raise self.adapter.refusal(what, "convert it to a layout that has the same modules")
-
-    def _rounded(self, number: float, dtype: str) -> float:
-        dtype = dtype if dtype in ROUNDED else "float32"  # the quotient of integers
-        (value,) = to_numbers(ROUNDED[dtype](number), dtype)
-        return float(complex(value).real)
-
-    def _padded(self, out: Out, module: LoraModule) -> dict[str, _Part]:
-        """Return the parts of a module with zeros for its last rows: ``out.at`` of its shares are there."""
-        self._refuse_other_parts(module)
-        made = {part: self._whole(key) for part, key in module.parts.items() if part != "alpha"}
-        if odd := next((part for part in (_NORMS, "diff") if part in made), ""):
-            raise self.adapter.refusal(f"{quoted(module.parts[odd])} is only a part of the one that the layout has")
-        for part in made.keys() & {*_ROWS}:
-            shape = made[part].shape
-            _, one = self._share(module.parts[part], shape[0], Out("", "", "", (), out.shares[: out.at]))
-            made[part] = made[part]._replace(shape=(one // out.shares[0] * sum(out.shares), *shape[1:]))
-        return made
-
-    def _swapped(self, key: str) -> _Part:
-        shape = self._stored(key).view.shape
-        half, odd = divmod(shape[0], 2)
-        if odd:
-            raise self.adapter.refusal(f"{quoted(key)} has {shape[0]:,} rows, and its halves change places")
-        return _Part((self._rows(key, half, half), self._rows(key, 0, half, half)), shape)
-
-    def _split(self, out: Out, module: LoraModule) -> dict[str, _Part]:
+        """Return the parts of a module: rows below each other; the products of several are blocks with zeros around."""
+        sources = [at for at in dict.fromkeys(piece.source for piece in out.pieces) if at is not None]
+        if out.is_same:
+            parts = {part: self._whole(key) for part, key in self.modules[sources[0]].parts.items() if part != "alpha"}
+            return _Change(parts, self._scale(sources[0]), self.modules[sources[0]].parts.get("alpha", ""))
+        keys = [{} if piece.source is None else self.modules[piece.source].parts for piece in out.pieces]
+        for part, key in (item for parts in keys for item in parts.items()):
+            if part not in (*_ROWS, DOWN, "alpha"):
+                what = f"{quoted(key)} cannot be split, joined or turned: only plain matrices can"
+                raise self.adapter.refusal(what, "convert it to a layout that has the same modules")
+        rows = self._heights(out, keys)
         made: dict[str, _Part] = {}
-        number = len(out.shares)
-        for part, key in module.parts.items():
-            if part not in _ROWS:
-                continue
-            shape = self._stored(key).view.shape
-            begin, count = self._share(key, shape[0], out)
-            made[part] = _Part((self._rows(key, begin, count),), (count, *shape[1:]))
-        if DOWN in module.parts:
-            down, up = module.parts[DOWN], module.parts[UP]
-            shape = self.adapter.tensors[down].shape
-            rank, odd = divmod(shape[0], number)
-            if odd or not self._is_blockwise(up, out):
-                made[DOWN] = self._whole(down)
-            else:
-                made[DOWN] = _Part((self._rows(down, out.at * rank, rank),), (rank, *shape[1:]))
-                (block,) = made[UP].blocks
-                block = block._replace(first_column=out.at * rank, columns=rank)
-                made[UP] = _Part((block,), (block.rows, rank, *self.adapter.tensors[up].shape[2:]))
-        return made
+        for part in dict.fromkeys(part for parts in keys for part in parts if part in _ROWS):
+            own = [(n, parts[part]) for n, parts in enumerate(keys) if part in parts]
+            if part == NORMS and len(own) < len(keys):
+                raise self.adapter.refusal(f"{quoted(own[0][1])} is DoRA, and its neighbours are not")
+            blocks = (self._rows(key, *self._share(key, out.pieces[n]), sum(rows[:n])) for n, key in own)
+            made[part] = _Part(tuple(blocks), (sum(rows), *self.adapter.stored(own[0][1]).view.shape[1:]))
+        downs = {n: parts[DOWN] for n, parts in enumerate(keys) if DOWN in parts}
+        if not downs:
+            return _Change(made, 1.0)
+        first, *others = dict.fromkeys(downs.values())
+        scales = {n: self._scale(at) for n in downs if (at := out.pieces[n].source) is not None}
+        scale = next(iter(scales.values()))
+        same = len({*scales.values()}) == 1
+        shares = out.pieces[0].shares
+        rank = self.adapter.tensors[first].shape[0]
+        if len(shares) > 1 and len(out.pieces) == 1:
+            if self.layout == "diffusers" and "alpha" in keys[0]:
+                # diffusers divides the tensor, and so rounds the scale to its dtype.
+                _, scale = _rounded(scale, self.adapter.tensors[keys[0]["alpha"]].dtype)
+            if rank % len(shares) == 0 and self._is_blockwise(keys[0][UP], shares):
+                rank //= len(shares)
+                begin = out.pieces[0].at * rank
+                made[DOWN] = _Part((self._rows(first, begin, rank),), (rank, *self.adapter.tensors[first].shape[1:]))
+                (block,), high = made[UP]
+                block = block._replace(first_column=begin, columns=rank)
+                made[UP] = _Part((block,), (high[0], rank, *high[2:]))
+                return _Change(made, scale)
+        if same and all(self.adapter.stored(first).equals(self.adapter.stored(key)) for key in others):
+            return _Change({DOWN: self._whole(first), **made}, scale)
+        down_blocks, up_blocks, rank = list[Block](), list[Block](), 0
+        for (n, key), block in zip(downs.items(), made[UP].blocks):
+            factors = (1.0, 1.0) if same else _halves(scales[n])
+            down_blocks.append(self._rows(key, row=rank)._replace(factor=factors[0]))
+            up_blocks.append(block._replace(column=rank, factor=factors[1]))
+            rank += down_blocks[-1].rows
+        made[DOWN] = _Part(tuple(down_blocks), (rank, *self.adapter.tensors[first].shape[1:]))
+        made[UP] = _Part(tuple(up_blocks), (made[UP].shape[0], rank, *made[UP].shape[2:]))
+        return _Change(made, scale if same else 1.0)
 
-    def _share(self, key: str, rows: int, out: Out) -> tuple[int, int]:
+    def _share(self, key: str, piece: Piece) -> tuple[int, int]:
         """Return the first row and the number of rows of a part."""
-        one, odd = divmod(rows, sum(out.shares))
-        if odd:
-            what = f"{quoted(key)} has {pluralize(rows, 'row')}, and {sum(out.shares)} equal parts are needed"
+        rows, number = self.adapter.stored(key).view.shape[0], sum(piece.shares)
+        if rows % number:
+            what = f"{quoted(key)} has {pluralize(rows, 'row')}, and {number} equal parts are needed"
             raise self.adapter.refusal(what)
-        return one * sum(out.shares[: out.at]), one * out.shares[out.at]
+        return rows // number * sum(piece.shares[: piece.at]), rows // number * piece.shares[piece.at]
 
-    def _is_blockwise(self, up: str, out: Out) -> bool:
+    def _heights(self, out: Out, keys: Sequence[Parts]) -> list[int]:
+        """Return the rows of each piece; the others say how many zeros stand for a missing module."""
+        known = {}
+        for n, (piece, parts) in enumerate(zip(out.pieces, keys)):
+            if key := next((parts[part] for part in _ROWS if part in parts), ""):
+                known[n] = self._share(key, piece)[1]
+        n, rows = next(iter(known.items()))
+        one = out.pieces[n].shares[out.pieces[n].at]
+        return [known.get(n, rows * sum(piece.shares) // one) for n, piece in enumerate(out.pieces)]
+
+    def _is_blockwise(self, up: str, shares: tuple[int, ...]) -> bool:
         """Return whether all of a matrix outside of its diagonal blocks is zero."""
-        stored, shape = self._stored(up), self.adapter.tensors[up].shape
-        view, wide = stored.view, shape[1] // len(out.shares)
-        for at in range(len(out.shares)):
-            begin, count = self._share(up, shape[0], out._replace(at=at))
-            for first, last in ((0, at * wide), ((at + 1) * wide, shape[1])):
+        stored, columns = self.adapter.stored(up), self.adapter.tensors[up].shape[1]
+        view, wide = stored.view, columns // len(shares)
+        for at in range(len(shares)):
+            begin, count = self._share(up, Piece(None, shares, at))
+            for first, last in ((0, at * wide), ((at + 1) * wide, columns)):
                 start = view.offset + begin * view.stride[0] + first * view.stride[1]
                 outside = view._replace(shape=(count, last - first, *view.shape[2:]), offset=start)
                 if last > first and not _is_zero(stored._replace(view=outside)):
                     return False
         return True
 
-    def _joined(self, out: Out) -> _Change:
-        """Make one module of several: down one below the other, up block-diagonal with zeros."""
-        parts = [None if at is None else self.modules[at] for at in out.sources]
-        present = [(number, module) for number, module in enumerate(parts) if module is not None]
-        for _, module in present:
-            self._refuse_other_parts(module)
-        first_number, first = present[0]
-        scales = {number: self._scale(module) for number, module in present}
-        made: dict[str, _Part] = {}
-        kinds = list(dict.fromkeys(part for _, module in present for part in module.parts if part in (*_ROWS, DOWN)))
-        same = len({*scales.values()}) == 1
-        rows = self._heights(out, present)
-        total = sum(rows)
-        for part in kinds:
-            keys = {number: module.parts[part] for number, module in present if part in module.parts}
-            if part in (UP, DOWN):
-                continue
-            if part == _NORMS and len(keys) < len(parts):
-                raise self.adapter.refusal(f"{quoted(next(iter(keys.values())))} is DoRA, and its neighbours are not")
-            shape = self._stored(next(iter(keys.values()))).view.shape
-            blocks = tuple(self._rows(key, 0, rows[n], sum(rows[:n])) for n, key in keys.items())
-            made[part] = _Part(blocks, (total, *shape[1:]))
-        if DOWN not in first.parts:
-            return _Change(made, 1.0)
-        downs = {number: module.parts[DOWN] for number, module in present if DOWN in module.parts}
-        ups = {number: module.parts[UP] for number, module in present if UP in module.parts}
-        shape, high = self.adapter.tensors[downs[first_number]].shape, self.adapter.tensors[ups[first_number]].shape
-        stored = self._stored(downs[first_number])
-        if same and all(stored.equals(self._stored(key)) for key in downs.values()):
-            made[DOWN] = self._whole(downs[first_number])
-            blocks = tuple(self._rows(key, 0, rows[n], sum(rows[:n])) for n, key in ups.items())
-            made[UP] = _Part(blocks, (total, shape[0], *high[2:]))
-            return _Change(made, scales[first_number])
-        ranks = {number: self.adapter.tensors[key].shape[0] for number, key in downs.items()}
-        down_blocks, up_blocks, rank = list[Block](), list[Block](), 0
-        for number, key in downs.items():
-            down_factor, up_factor = (1.0, 1.0) if same else _halves(scales[number])
-            block = self._rows(key, 0, ranks[number], rank)
-            down_blocks.append(block._replace(factor=down_factor))
-            block = self._rows(ups[number], 0, rows[number], sum(rows[:number]))
-            up_blocks.append(block._replace(column=rank, factor=up_factor))
-            rank += ranks[number]
-        made[DOWN] = _Part(tuple(down_blocks), (rank, *shape[1:]))
-        made[UP] = _Part(tuple(up_blocks), (total, rank, *high[2:]))
-        return _Change(made, scales[first_number] if same else 1.0)
-
-    def _heights(self, out: Out, present: Sequence[tuple[int, LoraModule]]) -> list[int]:
-        """Return the rows of each part of a joined module; the others say how many a missing part has."""
-        known = {}
-        for number, module in present:
-            key = next(module.parts[part] for part in _ROWS if part in module.parts)
-            known[number] = self._stored(key).view.shape[0]
-        number, rows = next(iter(known.items()))
-        return [known.get(at, rows * share // out.shares[number]) for at, share in enumerate(out.shares)]
-
     # -- the output
 
     def done(self, model: str | None) -> Checkpoint:
         """Return the adapter in its new layout."""
-        if self.layout == "peft" and len(self.names.models) > 1:
-            if model is None:
-                what = f"it changes several models, and PEFT has a folder for each: {join_limited(self.names.models)}"
-                way = f"`ckptool lora convert` writes all of them with -o; in Python, model={self.names.models[0]!r}"
+        models = self.names.models
+        if self.layout == "peft" and len(models) > 1:
+            if model not in models:
+                what = f"it changes several models, and PEFT has a folder for each: {join_limited(models)}"
+                what = what if model is None else f"it does not change {model!r}, but {join_limited(models)}"
+                way = f"`ckptool lora convert` writes all of them with -o; in Python, model={models[0]!r}"
                 raise TargetError(what, path=self.path, next=way)
-            if model not in self.names.models:
-                raise TargetError(f"it does not change {model!r}", path=self.path, next=join_limited(self.names.models))
             self.outs = [out for out in self.outs if out.model == model]
         items: list[tuple[str, Ref]] = []
-        settings: dict[str, tuple[float, int]] = {}
+        numbers: dict[str, tuple[float, int]] = {}
         rounded = written = 0
         for out in self.outs:
             change = self._change(out)
@@ -370,40 +290,41 @@ class _Conversion:
             written += bool(made)
             items += made
             if made and DOWN in change.parts:
-                settings[out.name] = change.scale, change.parts[DOWN].shape[0]
+                numbers[out.name] = change.scale, change.parts[DOWN].shape[0]
         self._refuse_lost(rest=bool(items))
         if not items:
             raise self.adapter.refusal("it changes nothing: all of its values are zero")
         old = self.state_dict.items[0][0]
         named = [(self.work.editor.text(old, key), ref) for key, ref in items]
         self.work.editor.refill(self.state_dict.ref, named)
-        folded = f"alpha / rank is no power of 2 in {pluralize(rounded, 'module')}: their values are rounded once"
-        notes = [*self.notes, *([folded] if rounded else [])]
-        return self._described(notes, settings, items, written)
-
-    def _described(
-        self,
-        notes: list[str],
-        settings: Mapping[str, tuple[float, int]],
-        items: Sequence[tuple[str, Ref]],
-        written: int,
-    ) -> Checkpoint:
         what = f"{pluralize(written, 'module')} in the layout of {LAYOUTS[self.layout]}"
         what = f"LoRA of {self.names.base}: {what}" if self.names.base else what
-        if self.layout == "peft" and not self.config:
-            notes.append(f"{ADAPTER_CONFIG} does not say the base model and the dropout: the file does not record them")
-        if self.layout == "diffusers" and self.family is not None and self.family.model == "unet":
-            notes.append("ComfyUI does not load the attention under these names; it and diffusers load lora:kohya")
-        if any("magnitude" in key or "dora_scale" in key for key, _ in items):
-            notes.append("DoRA: ComfyUI and PEFT do not divide by the same norm, so its effect may differ")
-        edited = self.work.done([Change("lora convert", "", written, 0, what, tuple(notes))])
+        family = self.names.family
+        remarks = {
+            f"alpha / rank is no power of 2 in {pluralize(rounded, 'module')}: their values are rounded once": rounded,
+            f"{ADAPTER_CONFIG} does not say the base model and the dropout: the file does not record them": (
+                self.layout == "peft" and not self.config
+            ),
+            "ComfyUI does not load the attention under these names; it and diffusers load lora:kohya": (
+                self.layout == "diffusers" and family is not None and family.model == "unet"
+            ),
+            "DoRA: ComfyUI and PEFT do not divide by the same norm, so its effect may differ": (
+                any("magnitude" in key or "dora_scale" in key for key, _ in items)
+            ),
+        }
+        notes = (*self.notes, *(note for note, true in remarks.items() if true))
+        edited = self.work.done([Change("lora convert", "", written, 0, what, notes)])
+        ranks = {name: rank for name, (_, rank) in numbers.items()}
+        alphas = {name: scale * rank for name, (scale, rank) in numbers.items()}
         # Without alpha, the header must not say one.
         untrue = (*STALE, ADAPTER_CONFIG, *((*ALPHAS, *RANKS) if self.layout == "diffusers" else ()))
         texts = {name: text for name, text in edited.metadata.items() if name not in untrue}
+        if not all(out.is_same for out in self.outs):
+            texts |= stated(texts, ranks, alphas)
         target = Target("safetensors", self.state_dict.path, "", {"format": "pt", **texts})
         if self.layout != "peft":
             return edited.replace(texts=target.metadata, target=target)
-        edited = of_peft(edited, self._settings(settings, items), {})
+        edited = of_peft(edited, self._settings(ranks, alphas, items), {})
         return edited.replace(target=edited.target and edited.target._replace(key=self.state_dict.path))
 
     def _refuse_lost(self, *, rest: bool) -> None:
@@ -418,40 +339,46 @@ class _Conversion:
     def _written(self, out: Out, change: _Change) -> tuple[list[tuple[str, Ref]], bool]:
         """Return the tensors of a module under their new names, and whether values were rounded."""
         prefix, parts, scale = self.names.prefix(out), dict(change.parts), change.scale
-        sources = [self.modules[at] for at in out.sources if at is not None]
-        keys = [key for module in sources for part, key in module.parts.items() if part != "alpha"]
+        sources = [self.modules[piece.source].parts for piece in out.pieces if piece.source is not None]
+        kohya = self.layout in ("kohya", "comfyui")
         # PEFT and diffusers have other names and the transpose for a table; lora_mid is a factor of the product.
         table = out.model not in ("unet", "transformer") and LOOKUP.search(out.name)
-        unfit = self.layout in ("peft", "diffusers") and DOWN in parts and (table or _MID in parts)
-        if not prefix or unfit:
+        if not prefix or (not kohya and DOWN in parts and (table or _MID in parts)):
+            keys = dict.fromkeys(key for own in sources for part, key in own.items() if part != "alpha")
             self.lost += () if all(map(self._is_nothing, sources)) else keys
             return [], False
-        name = prefix + (out.name.replace(".", "_") if self.layout == "kohya" else out.name)
-        kohya = self.layout in ("kohya", "comfyui")
-        spelled: Mapping[str, str] = _KOHYA if kohya else {**_PEFT, **(_PEFT_ALONE if self.layout == "peft" else {})}
+        name = prefix + self.names.spelled(out)
+        spelled: Mapping[str, str] = _KOHYA if kohya else _PEFT if self.layout == "peft" else _DIFFUSERS
         if self.layout == "comfyui" and _MID not in parts:
             spelled = {**_KOHYA, DOWN: DOWN, UP: UP}
         factors = self._factors(parts, scale)
         if not kohya and "diff_b" in parts and DOWN in parts:
             parts[_BIAS] = parts.pop("diff_b")
-        for part in [part for part in parts if not self._holds(part, parts, spelled)]:
-            own = [module.parts[part] for module in sources if part in module.parts]
-            if not (part.startswith("diff") and all(_is_zero(self._stored(key)) for key in own)):
-                self.lost += own  # differences of zero are left over from a training
+        for part, (_, shape) in [*parts.items()]:
+            by_column = part == NORMS and len(shape) == 2 and shape[0] == 1 < shape[1]
+            if (part in spelled and not by_column) or (kohya and part not in _PEFT.keys() - _DIFFUSERS.keys()):
+                continue
+            keys = dict.fromkeys(own[part] for own in sources if part in own)
+            if not (part.startswith("diff") and all(_is_zero(self.adapter.stored(key)) for key in keys)):
+                self.lost += keys  # differences of zero are left over from a training
             del parts[part]
         for part, factor in factors.items():
-            parts[part] = _times(parts[part], factor)
-        if _NORMS in parts:
-            parts[_NORMS] = parts[_NORMS]._replace(shape=self._norm_shape(parts, kohya))
+            blocks = (block._replace(factor=block.factor * factor) for block in parts[part].blocks)
+            parts[part] = parts[part]._replace(blocks=tuple(blocks))
+        if NORMS in parts:  # flat in PEFT, else with as many dimensions as the weight
+            shape = parts[NORMS].shape
+            ones = len(parts[DOWN].shape) - 1 if len(shape) == 1 and DOWN in parts else 0
+            parts[NORMS] = parts[NORMS]._replace(shape=(*shape, *(1,) * ones) if kohya else (prod(shape),))
         items = [(f"{name}.{spelled.get(part, part)}", self._tensor(part, each)) for part, each in parts.items()]
-        if kohya:
-            items += self._alpha(out, name, change, sources)
-        return items, not all(map(_is_power, factors.values()))
+        if kohya and (alpha := self._alpha(out, f"{name}.alpha", change, sources)):
+            items.append((f"{name}.alpha", alpha))
+        # A product with 0 or a power of 2 is exact.
+        return items, any(abs(frexp(factor)[0]) not in (0, 0.5) for factor in factors.values())
 
-    def _is_nothing(self, module: LoraModule) -> bool:
+    def _is_nothing(self, parts: Parts) -> bool:
         """Return whether a module is left over from a training that did not change it."""
-        zero = (part for part in (UP, DOWN) if part in module.parts)
-        return {*module.parts} <= {UP, DOWN, "alpha"} and any(_is_zero(self._stored(module.parts[p])) for p in zero)
+        zero = (parts[part] for part in (UP, DOWN) if part in parts)
+        return {*parts} <= {UP, DOWN, "alpha"} and any(_is_zero(self.adapter.stored(key)) for key in zero)
 
     def _factors(self, parts: Mapping[str, _Part], scale: float) -> dict[str, float]:
         """Return by which number each part is multiplied: PEFT scales the bias, too, and diffusers has no alpha."""
@@ -468,74 +395,59 @@ class _Conversion:
             factors[_BIAS] = 1 / scale
         return factors
 
-    def _holds(self, part: str, parts: Mapping[str, _Part], spelled: Mapping[str, str]) -> bool:
-        """Return whether the layout has a place for a part."""
-        if part in _PEFT_ALONE or self.layout in ("peft", "diffusers"):
-            shape = parts[part].shape
-            by_column = part == _NORMS and len(shape) == 2 and shape[0] == 1 < shape[1]
-            return part in spelled and not by_column
-        return True
-
-    def _norm_shape(self, parts: Mapping[str, _Part], kohya: bool) -> tuple[int, ...]:
-        """Return the shape of DoRA's norms: flat in PEFT, else with as many dimensions as the weight."""
-        shape = parts[_NORMS].shape
-        if not kohya:
-            return (prod(shape),)
-        return shape if len(shape) > 1 or DOWN not in parts else (*shape, *(1,) * (len(parts[DOWN].shape) - 1))
-
-    def _alpha(self, out: Out, name: str, change: _Change, sources: Sequence[LoraModule]) -> list[tuple[str, Ref]]:
-        """Return the alpha of a module, as it is in the input if nothing about it changed."""
-        if (
-            out.kind == "same"
-            and change.alpha
-            and (self.layout == "kohya" or change.scale != 1 or DOWN not in change.parts)
-        ):
-            return [(f"{name}.alpha", self.refs[change.alpha])]
-        if DOWN not in change.parts or (self.layout == "comfyui" and change.scale == 1):
-            return []
-        rank, dtype = change.parts[DOWN].shape[0], self.adapter.tensors[sources[0].parts[DOWN]].dtype
-        value = change.scale * rank
-        if dtype not in ROUNDED or self._rounded(value, dtype) != value:
-            dtype = "float32"
-        data = ROUNDED[dtype](value)
-        return [(f"{name}.alpha", self.work.tensor(f"{name}.alpha", BY_NAME[dtype], (), data))]
+    def _alpha(self, out: Out, key: str, change: _Change, sources: Sequence[Parts]) -> Ref | None:
+        """Return the alpha of a module, as it is in the input if nothing about it changed; None if it needs none."""
+        needed = self.layout == "kohya" or change.scale != 1
+        if change.alpha and (needed or DOWN not in change.parts):
+            return self.refs[change.alpha]
+        if DOWN not in change.parts or not needed:
+            return None
+        value = change.scale * change.parts[DOWN].shape[0]
+        dtype = self.adapter.tensors[next(own[DOWN] for own in sources if DOWN in own)].dtype
+        data, stored = _rounded(value, dtype)
+        if dtype not in ROUNDED or stored != value:
+            dtype, (data, _) = "float32", _rounded(value, "float32")
+        return self.work.tensor(key, BY_NAME[dtype], (), data)
 
     def _tensor(self, part: str, made: _Part) -> Ref:
         """Return the tensor for a part: the one of the input if nothing about it changes."""
-        first = made.blocks[0]
-        key = first.source.name
+        key = made.blocks[0].source.name
         old = self.adapter.tensors[key]
-        rows, wide = made.shape[0] if made.shape else 1, prod(made.shape[1:])
-        if len(made.blocks) == 1 and made.shape == old.shape and first == self._whole(key).blocks[0]:
+        if made == self._whole(key):
             return self.refs[key]
         dtype = BY_NAME[old.dtype]
-        if odd := next((b for b in made.blocks if b.source.view.dtype != old.dtype), None):
+        if odd := next((block for block in made.blocks if block.source.view.dtype != old.dtype), None):
             raise self.adapter.refusal(f"{quoted(key)} and {quoted(odd.source.name)} have different dtypes")
-        size = prod(made.shape) * dtype.itemsize
-        piece = Computed(size, pasted, (dtype, rows, wide, made.blocks, self.work.width(dtype)))
+        rows, wide = made.shape[0] if made.shape else 1, prod(made.shape[1:])
+        piece = Computed(rows * wide * dtype.itemsize, pasted, (dtype, rows, wide, made.blocks, self.work.width(dtype)))
         return self.work.tensor(f"{key}.{part}", dtype, made.shape, piece, old.location)
 
-    def _settings(self, settings: Mapping[str, tuple[float, int]], items: Sequence[tuple[str, Ref]]) -> dict[str, Any]:
+    def _settings(
+        self, ranks: Mapping[str, int], alphas: Mapping[str, float], items: Sequence[tuple[str, Ref]]
+    ) -> dict[str, Any]:
         """Return the settings of PEFT: the input's own, if it has PEFT's names."""
         if self.config and not any(module.label for module in self.modules):
             return self.config
-        names = [key for key, _ in items]
         return {
             "peft_type": "LORA",
             "task_type": None,
             "base_model_name_or_path": base_in_header(self.work.original) or None,
             "lora_dropout": 0.0,
-            "target_modules": sorted(settings),
-            **rank_settings(
-                {name: rank for name, (_, rank) in settings.items()},
-                {name: scale * rank for name, (scale, rank) in settings.items()},
-            ),
+            "target_modules": sorted(ranks),
+            **rank_settings(ranks, alphas),
             "bias": "none",
-            "use_dora": any(name.endswith("lora_magnitude_vector") for name in names),
-            "lora_bias": any(name.endswith("lora_B.bias") for name in names),
+            "use_dora": any(name.endswith("lora_magnitude_vector") for name, _ in items),
+            "lora_bias": any(name.endswith(_BIAS) for name, _ in items),
             "fan_in_fan_out": False,
             "inference_mode": True,
         }
+
+
+def _rounded(number: float, dtype: str) -> tuple[bytes, float]:
+    """Return an element of a dtype for a number, and the number that it is; float32 for integers."""
+    dtype = dtype if dtype in ROUNDED else "float32"
+    data = ROUNDED[dtype](number)
+    return data, float(complex(to_numbers(data, dtype)[0]).real)
 
 
 def _is_zero(tensor: StoredTensor) -> bool:
@@ -550,12 +462,3 @@ def _halves(scale: float) -> tuple[float, float]:
     while 0 < down * 2 < up:
         down, up = down * 2, up / 2
     return down, up
-
-
-def _is_power(scale: float) -> bool:
-    """Return whether a number is 0 or a power of 2: a product with it is exact."""
-    return abs(frexp(scale)[0]) in (0, 0.5)
-
-
-def _times(part: _Part, factor: float) -> _Part:
-    return part._replace(blocks=tuple(block._replace(factor=block.factor * factor) for block in part.blocks))

@@ -7,35 +7,34 @@ which one it is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, TypeAlias
 
 from ..base.errors import RefusedError
 from ..base.records import NamedTuple
 from ..base.text import join_limited, quoted
 from ..formats.recipes.loras import Family, Place, families
-from .adapter_names import MODELS, PEFT_PREFIX, any_name, peft_name
+from .adapter_names import DOWN, MODELS, PEFT_PREFIX, UP, Modules, Parts
+
+Shape: TypeAlias = Callable[[str], tuple[int, ...]]
 
 #: The layouts, and what people call the programs that read them.
-LAYOUTS: Final = {
-    "kohya": "kohya's sd-scripts",
-    "comfyui": "ComfyUI",
-    "diffusers": "diffusers",
-    "peft": "PEFT",
-}
-#: Parts of a module, by PEFT's names for them.
-DOWN: Final = "lora_A.weight"
-UP: Final = "lora_B.weight"
-_COMFYUI_ENCODERS: Final = ("clip_l", "clip_g", "t5xxl")
-#: The text encoders under the names of each program.
-_ENCODERS: Final = {
-    "kohya": {"text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_", "text_encoder_3": "lora_te3_"},
+LAYOUTS: Final = {"kohya": "kohya's sd-scripts", "comfyui": "ComfyUI", "diffusers": "diffusers", "peft": "PEFT"}
+#: The prefixes of the models under the names of each program.
+_PREFIXES: Final = {
+    "kohya": {
+        "": "lora_unet_",
+        "lora_te_": "lora_te_",
+        **{f"text_encoder{n}": f"lora_te{n[1:] or 1}_" for n in ("", "_2", "_3")},
+    },
     "comfyui": {
+        "": "diffusion_model.",
         "text_encoder": "text_encoders.clip_l.transformer.",
         "text_encoder_2": "text_encoders.clip_g.transformer.",
         "text_encoder_3": "text_encoders.t5xxl.transformer.",
     },
-    "diffusers": {"text_encoder": "text_encoder.", "text_encoder_2": "text_encoder_2."},
+    "diffusers": {name: f"{name}." for name in ("unet", "transformer", "text_encoder", "text_encoder_2")},
+    "peft": {"": PEFT_PREFIX},
 }
 
 
@@ -46,7 +45,7 @@ class LoraModule(NamedTuple):
     label: str
     name: str
     dotless: bool
-    parts: Mapping[str, str]
+    parts: Parts
 
     @property
     def is_text(self) -> bool:
@@ -54,55 +53,40 @@ class LoraModule(NamedTuple):
         return MODELS.get(self.label, "unet") != "unet"
 
 
-class Out(NamedTuple):
-    """A module of the output: its model, its name, and how it is made of modules of the input (None: not there).
+class Piece(NamedTuple):
+    """Rows of a module of the output: the share ``at`` of the rows of a module of the input, or None for zeros."""
 
-    ``kind`` is same, swap (the halves of the rows), split (the part ``at`` of the ``shares``), join, or padded (the
-    first ``at`` of the shares are there, and zeros follow).
-    """
-
-    model: str
-    name: str
-    kind: str
-    sources: tuple[int | None, ...]
+    source: int | None
     shares: tuple[int, ...] = (1,)
     at: int = 0
 
 
-def modules_of(keys: Collection[str]) -> list[LoraModule]:
-    """Return the modules that a LoRA with these keys changes; raise RefusedError for a key of another kind."""
-    found: dict[tuple[str, str, bool], dict[str, str]] = {}
-    for key in keys:
-        if ".original_module." in key and key.replace(".original_module.", ".modules_to_save.default.") in keys:
-            continue  # the base's own values beside the trained ones
-        name = any_name(key)
-        if name is None and key.startswith(PEFT_PREFIX):  # of a module that was trained as a whole
-            name = peft_name(key.removeprefix(PEFT_PREFIX))
-        if name is None:
-            raise RefusedError(f"{quoted(key)} does not belong to a LoRA", next="give the file of the adapter alone")
-        parts = found.setdefault((name.label, name.module, name.layout == "kohya"), {})
-        if parts.setdefault(name.part, key) != key:
-            raise RefusedError(f"{quoted(key)} and {quoted(parts[name.part])} mean the same tensor")
-    for parts in found.values():
-        lone = next((part for part, other in ((DOWN, UP), (UP, DOWN)) if part in parts and other not in parts), "")
-        if lone or {*parts} == {"alpha"}:
-            raise RefusedError(f"{quoted(parts[lone or 'alpha'])} has no partner: the file is incomplete")
-    return [LoraModule(*which, parts) for which, parts in found.items()]
+class Out(NamedTuple):
+    """A module of the output: its model, its name, and its rows, by modules of the input."""
+
+    model: str
+    name: str
+    pieces: tuple[Piece, ...]
+
+    @property
+    def is_same(self) -> bool:
+        """Whether it is a module of the input under another name."""
+        return len(self.pieces) == len(self.pieces[0].shares) == 1
 
 
-def base_of(modules: Sequence[LoraModule], shape: Callable[[str], tuple[int, ...]]) -> str:
+def base_of(models: Sequence[Modules], shape: Shape) -> str:
     """Return the names of the models that have all modules of a LoRA, or "" if none is known."""
     try:
-        return Renaming(modules, "diffusers", "", shape).base
+        return Renaming(models, "diffusers", "", shape).base
     except RefusedError:
         return ""
 
 
-def layout_of(modules: Sequence[LoraModule]) -> str:
+def layout_of(models: Sequence[Modules]) -> str:
     """Return the program whose names a LoRA of a pipeline has."""
-    if any(module.dotless for module in modules):
+    if any(model.layout == "kohya" for model in models):
         return "kohya"
-    comfyui = any(module.label in ("diffusion_model", *_COMFYUI_ENCODERS) for module in modules)
+    comfyui = any(model.label in ("diffusion_model", "clip_l", "clip_g", "t5xxl") for model in models)
     return "ComfyUI" if comfyui else "diffusers"
 
 
@@ -114,51 +98,50 @@ class Renaming:
     if no family has the modules, or several have them under different names.
     """
 
-    def __init__(
-        self, modules: Sequence[LoraModule], layout: str, wanted: str, shape: Callable[[str], tuple[int, ...]]
-    ) -> None:
-        self.modules, self.layout, self._shape = modules, layout, shape
+    def __init__(self, models: Sequence[Modules], layout: str, wanted: str, shape: Shape) -> None:
+        self.modules = [
+            LoraModule(model.label, name, model.layout == "kohya", parts)
+            for model in models
+            for name, parts in model.parts.items()
+        ]
+        self.layout = layout
+        self._shape: Shape = lambda key: shape(key) or (0,)
         self.notes: list[str] = []
         self.family, self.base, self.outs = self._chosen(wanted)
-
-    @property
-    def models(self) -> list[str]:
-        """The models that the output changes."""
-        return list(dict.fromkeys(out.model for out in self.outs))
+        #: The models that the output changes.
+        self.models = list(dict.fromkeys(out.model for out in self.outs))
 
     def prefix(self, out: Out) -> str:
         """Return the prefix of a module; "" if the program has no such model."""
-        if self.layout == "peft":
-            return PEFT_PREFIX
-        encoders = _ENCODERS[self.layout]
-        if out.model.startswith(("text_encoder", "lora_te")):
-            return out.model if out.model == "lora_te_" else encoders.get(out.model, "")
-        core = {"kohya": "lora_unet_", "comfyui": "diffusion_model.", "diffusers": f"{out.model}."}[self.layout]
-        return "" if core == "model." else core
+        own = _PREFIXES[self.layout]
+        is_text = self.layout != "peft" and out.model.startswith(("text_encoder", "lora_te"))
+        return own.get(out.model, "" if is_text else own.get("", ""))
+
+    def spelled(self, out: Out) -> str:
+        """Return the name of a module in the layout, without its prefix."""
+        return out.name.replace(".", "_") if self.layout == "kohya" else out.name
 
     def _chosen(self, wanted: str) -> tuple[Family | None, str, list[Out]]:
         """Return the family of the base model, its name, and the modules of the output; raise RefusedError if families
         with different names fit."""
         texts = [at for at, module in enumerate(self.modules) if module.is_text or self._is_clip(at)]
         core = [at for at in range(len(self.modules)) if at not in texts]
-        fitting = [families()[wanted]] if wanted else [each for each in families().values() if self._fits(each, core)]
         found: dict[tuple[tuple[str, Out], ...], tuple[list[Family], list[Out]]] = {}
-        for family in fitting if core else ():
+        for family in ([families()[wanted]] if wanted else families().values()) if core else ():
             places = self._places(family, core)
-            if len(places) == len(core):
+            if len(places) == len(core) and (wanted or self._fits(family, places)):
                 outs = [*self._outs(places, family), *self._text_outs(texts, family)]
                 # Different names in dots may be the same without.
                 named = tuple((self._title(out), out._replace(name="")) for out in outs)
                 found.setdefault(named, ([], outs))[0].append(family)
         if not found and (not core or self._keeps_names(core)):
-            outs = [Out("model", self.modules[at].name, "same", (at,)) for at in core]
+            outs = [Out("model", self.modules[at].name, (Piece(at),)) for at in core]
             return None, "", [*outs, *self._text_outs(texts, None)]
         if not found:
             raise self._unknown(core, wanted)
-        ways = list(found.values())
-        ways.sort(key=lambda way: not way[0][0].is_usual)
-        (chosen, *_), outs = ways[0]
-        others = [family for way, _ in ways[1:] for family in way]
+        (same, outs), *ways = sorted(found.values(), key=lambda way: not way[0][0].is_usual)
+        chosen = same[0]
+        others = [family for way, _ in ways for family in way]
         if others and not chosen.is_usual:
             keys = [f"{self.layout}:{family.key}" for family in (chosen, *others)]
             what = f"its names fit several models, and {LAYOUTS[self.layout]} call their modules differently"
@@ -166,15 +149,14 @@ class Renaming:
         if others:
             way = f"lora:{self.layout}:{others[0].key}"
             self.notes.append(f"taken for a LoRA of {chosen.name}; for one of {others[0].name}, name it: {way}")
-        names = Counter(map(self._title, outs))
-        if twice := next((name for name, number in names.items() if number > 1), ""):
+        counts = Counter(map(self._title, outs))
+        if twice := next((name for name, number in counts.items() if number > 1), ""):
             raise RefusedError(f"two of its modules would become {quoted(twice)}")
-        return chosen, " or ".join(family.name for family in ways[0][0]), outs
+        return chosen, " or ".join(family.name for family in same), outs
 
     def _title(self, out: Out) -> str:
         """Return the name of a module in the output; its model stands before it."""
-        name = out.name.replace(".", "_") if self.layout == "kohya" else out.name
-        return f"{out.model}/{name}" if self.layout == "peft" else self.prefix(out) + name
+        return (f"{out.model}/" if self.layout == "peft" else self.prefix(out)) + self.spelled(out)
 
     def _keeps_names(self, core: Sequence[int]) -> bool:
         """Return whether the names of an unknown model are right as they are: its library wrote them."""
@@ -186,36 +168,27 @@ class Renaming:
         """Return whether a module without the name of a model is one of a text encoder."""
         return not self.modules[at].label and any(self._places(families()[key], [at]) for key in ("clip", "t5"))
 
-    def _fits(self, family: Family, core: Sequence[int]) -> bool:
-        labels = {MODELS[module.label] for module in self.modules if module.is_text}
-        several = "text_encoder_2" in labels
+    def _fits(self, family: Family, places: Mapping[int, Place]) -> bool:
+        several = any(MODELS.get(module.label) == "text_encoder_2" for module in self.modules)
         if family.model == "text_encoder" or (family.text_encoders == 1 and several):
             return False
-        places = self._places(family, core)
-        if len(places) < len(core):
-            return False
-        contexts = {768, 1024, 2048}
         for at, place in places.items():
-            if any(family.lacks(name) for name in place.names(1)):
+            names, parts = place.names(1), self.modules[at].parts
+            wide = self._shape(parts[DOWN])[-1] if DOWN in parts else 0
+            is_context = ".attn2.to_" in names[0] and names[0].endswith(("to_k", "to_v")) and wide in (768, 1024, 2048)
+            if any(map(family.lacks, names)) or (family.context and is_context and wide != family.context):
                 return False
-            module = self.modules[at]
-            if family.context and DOWN in module.parts and ".attn2.to_" in (name := place.names(1)[0]):
-                wide = self._shape(module.parts[DOWN])[-1]
-                if name.endswith(("to_k", "to_v")) and wide in contexts and wide != family.context:
-                    return False
         return True
 
     def _places(self, family: Family, which: Sequence[int]) -> dict[int, Place]:
         found = {}
         for at in which:
-            module = self.modules[at]
-            places = family.places(module.name, dotless=module.dotless)
+            _, name, dotless, parts = self.modules[at]
+            places = family.places(name, dotless=dotless)
             if not places and family.key == "clip":
-                prefix = "text_model_" if module.dotless else "text_model."
-                places = family.places(prefix + module.name, dotless=module.dotless)
+                places = family.places(f"text_model{'_' if dotless else '.'}{name}", dotless=dotless)
             if len(places) > 1:  # one of them for a norm with two halves of as many rows as it has columns
-                shapes = [self._shape(module.parts[part]) for part in (UP, DOWN) if part in module.parts]
-                halves = len(shapes) == 2 and shapes[0][0] == 2 * shapes[1][-1]
+                halves = UP in parts and self._shape(parts[UP])[0] == 2 * self._shape(parts[DOWN])[-1]
                 places = [place for place in places if place.rule.swapped is halves] or places
             if places:
                 found[at] = places[0]
@@ -224,49 +197,43 @@ class Renaming:
     def _outs(self, places: Mapping[int, Place], family: Family) -> Iterator[Out]:
         """Yield the modules of the output for the modules of a model, given their places in its family."""
         side = {"kohya": family.kohya, "comfyui": family.comfyui}.get(self.layout, 1)
-        joined: dict[tuple[Any, ...], dict[int, int]] = {}
-        rules: dict[tuple[Any, ...], Place] = {}
+        joined: dict[str, list[Piece]] = {}
         for at, place in places.items():
-            rule = place.rule
+            rule, shares, names = place.rule, place.rule.shares, place.names(side)
+            pieces: tuple[Piece, ...] = (Piece(at),)
             if side == 0 and rule.one_way:  # only read: take the name of the rule with the same other side
                 other = next((each for each in family.places(place.names(1)[0], dotless=False) if each.side), None)
                 if other is not None:
-                    kind = "same" if len(other.rule.b) == len(rule.b) else "padded"
-                    yield Out(family.model, other.names(0)[0], kind, (at,), other.rule.shares, len(rule.b))
+                    own, rest = (
+                        sum(part) for part in (other.rule.shares[: len(rule.b)], other.rule.shares[len(rule.b) :])
+                    )
+                    pieces = (Piece(at, (own,)), Piece(None, (rest,))) if rest else pieces
+                    yield Out(family.model, other.names(0)[0], pieces)
             elif place.side == side:
-                yield Out(family.model, place.names(side)[place.at], "same", (at,))
+                yield Out(family.model, names[place.at], pieces)
             elif len(rule.b) == 1:
-                yield Out(family.model, place.names(side)[0], "swap" if rule.swapped else "same", (at,))
+                halves = Piece(at, (1, 1), 1), Piece(at, (1, 1), 0)
+                yield Out(family.model, names[0], halves if rule.swapped else pieces)
             elif side:
-                for number, name in enumerate(place.names(1)):
-                    yield Out(family.model, name, "split", (at,), rule.shares, number)
+                yield from (Out(family.model, name, (Piece(at, shares, n),)) for n, name in enumerate(names))
             else:
-                which = rule.a.text, place.values
-                joined.setdefault(which, {})[place.at], rules[which] = at, place
-        for which, parts in joined.items():
-            rule = rules[which].rule
-            sources = tuple(parts.get(number) for number in range(len(rule.b)))
-            yield Out(family.model, rules[which].names(0)[0], "join", sources, rule.shares)
+                row = joined.setdefault(names[0], [Piece(None, (share,)) for share in shares])
+                row[place.at] = Piece(at, row[place.at].shares)
+        yield from (Out(family.model, name, tuple(pieces)) for name, pieces in joined.items())
 
     def _text_outs(self, which: Sequence[int], family: Family | None) -> Iterator[Out]:
+        second = any(MODELS.get(module.label) == "text_encoder_2" for module in self.modules)
         for at in which:
-            module = self.modules[at]
-            for key in ("clip", "t5"):
-                if place := self._places(families()[key], [at]).get(at):
-                    encoder = "text_encoder_3" if key == "t5" else MODELS.get(module.label, "text_encoder")
-                    if self.layout == "kohya" and encoder == "text_encoder" and self._is_only_encoder(module, family):
-                        encoder = "lora_te_"
-                    yield Out(encoder, place.names(1)[0], "same", (at,))
-                    break
-            else:
+            found = ((key, self._places(families()[key], [at]).get(at)) for key in ("clip", "t5"))
+            key, place = next(((key, place) for key, place in found if place), ("", None))
+            if place is None:
                 raise self._unknown([at], "")
-
-    def _is_only_encoder(self, module: LoraModule, family: Family | None) -> bool:
-        """Return whether the model has one text encoder, whose name in kohya's layout has no number."""
-        if family is not None:
-            return family.text_encoders == 1
-        second = any(MODELS.get(each.label) == "text_encoder_2" for each in self.modules)
-        return module.label != "te1" and not second
+            label = self.modules[at].label
+            encoder = "text_encoder_3" if key == "t5" else MODELS.get(label, "text_encoder")
+            # The only text encoder of a model has no number in kohya's layout.
+            alone = family.text_encoders == 1 if family is not None else label != "te1" and not second
+            only = self.layout == "kohya" and encoder == "text_encoder" and alone
+            yield Out("lora_te_" if only else encoder, place.names(1)[0], (Piece(at),))
 
     def _unknown(self, which: Sequence[int], wanted: str) -> RefusedError:
         known = [families()[wanted]] if wanted else [*families().values()]

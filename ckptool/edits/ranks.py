@@ -30,9 +30,8 @@ from ..values.numeric import ROUNDED
 from ..values.torch.compute import rounded_number
 from ..values.torch.loads import need_torch
 from ..values.torch.low_rank import PARTS, LowRank, Product, factor_elements, singular_values
-from .adapter_names import PEFT_PREFIX, Modules
-from .adapter_settings import ALPHAS, CONFIG, RANKS, Adapter, check_product, open_adapter, scale, settings_in_header
-from .adapters import product_scale
+from .adapter_names import DOWN, PEFT_PREFIX, UP, Modules
+from .adapter_settings import ALPHAS, CONFIG, RANKS, Adapter, check_product, open_adapter, product_scale
 from .cast import check_dtype
 from .recompute import Recomputation
 
@@ -61,7 +60,7 @@ class Factors(NamedTuple):
 
     module: str
     how: LowRank
-    parts: tuple[str, str] = ("lora_B.weight", "lora_A.weight")
+    parts: tuple[str, str] = (UP, DOWN)
 
     def added(self, work: Recomputation, rows: int, inner: Sequence[int]) -> tuple[Ref, Ref]:
         """Add both tensors to an edit, for a weight with ``rows`` and the shape ``inner`` of a row."""
@@ -103,6 +102,13 @@ def rank_settings(ranks: Mapping[str, int], alphas: Mapping[str, float]) -> dict
             if value != usual
         }
     return settings
+
+
+def stated(texts: Mapping[str, str], ranks: Mapping[str, int], alphas: Mapping[str, float]) -> dict[str, str]:
+    """Return the texts of a header that state the rank and the alpha, with those of these modules."""
+    pairs = ((RANKS, {*ranks.values()}), (ALPHAS, {*alphas.values()}))
+    found = ((texts.keys() & {*names}, f"{min(known):g}" if len(known) == 1 else "Dynamic") for names, known in pairs)
+    return {name: text for names, text in found for name in names}
 
 
 def of_peft(edited: Checkpoint, config: Mapping[str, Any], texts: Mapping[str, str]) -> Checkpoint:
@@ -174,12 +180,9 @@ class _Resizing:
 
     def add(self, model: Modules) -> None:
         """Add the modules of one model."""
-        adapter = self.adapter
-        if adapter.of_pipeline:
-            adapter = adapter._replace(config=settings_in_header(adapter.checkpoint, model))
+        adapter = self.adapter.of(model)
         for module, keys in model.parts.items():
-            for kind in ("lora_", "lora_embedding_"):
-                parts = f"{kind}B.weight", f"{kind}A.weight"
+            for parts in ((UP, DOWN), ("lora_embedding_B", "lora_embedding_A")):
                 if any(part in keys for part in parts):
                     self._add_module(adapter, model, module, keys, parts)
 
@@ -191,8 +194,7 @@ class _Resizing:
         b, a = (adapter.stored(keys[part]) for part in parts)
         check_product(adapter, keys[parts[1]], keys[parts[0]])
         rows, old = b.view.shape[0], a.view.shape[0]
-        alpha_key = model.alphas.get(module, "")
-        factor = product_scale(adapter, module, keys, alpha_key) if adapter.of_pipeline else scale(adapter, module, old)
+        alpha_key, factor = keys.get("alpha", ""), product_scale(adapter, module, keys)
         product = Product(b, a)
         rank = self._rank(product)
         label = f"{model.label}.{module}" if model.label else module
@@ -253,9 +255,7 @@ class _Resizing:
             deferred_changes=(partial(kept_changes, "lora-resize", self.factors),),
         )
         texts = {name: text for name, text in edited.metadata.items() if name not in STALE}
-        for names, values in ((RANKS, ranks), (ALPHAS, self.alphas)):
-            known = {*values.values()}
-            texts |= dict.fromkeys(texts.keys() & {*names}, f"{known.pop():g}" if len(known) == 1 else "Dynamic")
+        texts |= stated(texts, ranks, self.alphas)
         if adapter.of_pipeline:
             return edited.replace(texts=texts) if texts != edited.metadata else edited
         config = {**adapter.config, **rank_settings(ranks, self.alphas)}
