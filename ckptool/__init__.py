@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from .edits.devices import DeviceMap, remap
     from .edits.entries import Scalar, drop, extract, keep
     from .edits.entries import set_entry as set
-    from .edits.extraction import extract_lora
     from .edits.keys import add_prefix as add_module
     from .edits.keys import strip_prefix as strip_module
     from .edits.keys import strip_wrappers
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from .edits.matching.match import match
     from .edits.model_config import update_config
     from .edits.pipeline import edit, rename
-    from .edits.ranks import resize_lora
+    from .edits.ranks import extract_lora, resize_lora
     from .edits.redact import redact
     from .edits.resize import resize
     from .edits.salvage import Lost, Salvaged, SalvagedState, salvage
@@ -144,9 +143,8 @@ _NAMES = {
     "edits.devices": ("DeviceMap", "remap"),
     "edits.entries": ("Scalar", "drop", "extract", "keep", "set"),
     "edits.keys": ("add_module", "strip_module", "strip_wrappers"),
-    "edits.extraction": ("extract_lora",),
     "edits.lora": ("merge_lora",),
-    "edits.ranks": ("resize_lora",),
+    "edits.ranks": ("extract_lora", "resize_lora"),
     "edits.lora_layouts": ("convert_lora",),
     "edits.matching.match": ("match",),
     "edits.model_config": ("update_config",),

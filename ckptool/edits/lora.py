@@ -33,8 +33,9 @@ from .adapter_settings import BY_PEFT, Adapter, open_adapter, vector
 from .adapter_settings import CONFIG as ADAPTER_CONFIG
 from .adapters import description, weight_changes
 from .model_config import CONFIG, EMBEDDING, HEAD, config_fields
+from .ranks import peft_folder
 from .recompute import Recomputation, one_for_each, quantized_refusal, refuse_bits, tensors_of
-from .unmerged import adapter_folder, merge_step, settings, taken_apart, unmerged
+from .unmerged import merge_step, settings, taken_apart, unmerged
 
 _BEFORE: Final = "merge into the weights before quantization"
 _TIED: Final = "tie_word_embeddings"
@@ -116,7 +117,8 @@ def _from_inside(
         if given.get("bias", "none") != "none":
             notes = (*notes, "biases that were trained with it stay in the base model: keep that one too")
         what = f"the adapter as PEFT saves it: {pluralize(number, 'tensor')}"
-        return adapter_folder(part, given, (*base.changes, Change("lora-merge", key or "", number, 0, what, notes)))
+        change = Change("lora-merge", key or "", number, 0, what, notes)
+        return peft_folder(part.replace(changes=(*base.changes, change)), given, of_model=True, tied="keep-first")
     adapter = open_adapter(part, alpha, given)._replace(in_model=True)
     exact = adapter.config.get("peft_type") == "LORA" and not adapter.has_parameters
     if not exact and any(tensor.dtype in ("float16", "bfloat16") for tensor in adapter.tensors.values()):

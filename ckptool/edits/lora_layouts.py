@@ -46,7 +46,7 @@ from .adapter_settings import (
 )
 from .lora_modules import LAYOUTS, Out, Piece, Renaming
 from .model_config import LOOKUP
-from .ranks import STALE, of_peft, rank_settings, stated
+from .ranks import NEW_SETTINGS, STALE, peft_folder, rank_settings, stated
 from .recompute import Recomputation, tensors_of
 
 _MID: Final = "lora_mid.weight"
@@ -324,7 +324,7 @@ class _Conversion:
         target = Target("safetensors", self.state_dict.path, "", {"format": "pt", **texts})
         if self.layout != "peft":
             return edited.replace(texts=target.metadata, target=target)
-        edited = of_peft(edited, self._settings(ranks, alphas, items), {})
+        edited = peft_folder(edited, self._settings(ranks, alphas, items))
         return edited.replace(target=edited.target and edited.target._replace(key=self.state_dict.path))
 
     def _refuse_lost(self, *, rest: bool) -> None:
@@ -429,17 +429,12 @@ class _Conversion:
         if self.config and not any(module.label for module in self.modules):
             return self.config
         return {
-            "peft_type": "LORA",
-            "task_type": None,
+            **NEW_SETTINGS,
             "base_model_name_or_path": base_in_header(self.work.original) or None,
-            "lora_dropout": 0.0,
             "target_modules": sorted(ranks),
             **rank_settings(ranks, alphas),
-            "bias": "none",
             "use_dora": any(name.endswith("lora_magnitude_vector") for name, _ in items),
             "lora_bias": any(name.endswith(_BIAS) for name, _ in items),
-            "fan_in_fan_out": False,
-            "inference_mode": True,
         }
 
 

@@ -1,91 +1,107 @@
-"""Give a LoRA another rank, in its own layout: PEFT, kohya or diffusers.
+"""Make a LoRA from the difference of two models, or give one another rank.
 
-Formulas: sd-scripts (``networks/resize_lora.py``, with ``sv_fro`` for a part of the norm). The scale of each module,
-which is its alpha divided by its rank, stays the same.
+Sources: PEFT (``tuners/lora/layer.py``, ``utils/save_and_load.py``, ``utils/other.py``) and sd-scripts
+(``networks/extract_lora_from_models.py``, ``networks/resize_lora.py`` with ``sv_fro`` for a part of the norm). No
+value is clamped. Resizing keeps the layout, and the scale of each module: its alpha divided by its rank.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from math import prod, sqrt
+from types import MappingProxyType
 from typing import Any, Final
 
 from ..base.dtypes import BY_NAME
-from ..base.errors import TargetError
-from ..base.records import NamedTuple
-from ..base.text import pluralize, quoted
-from ..checkpoint.checkpoint import Change, Checkpoint, Target
+from ..base.errors import RefusedError, TargetError
+from ..base.globs import Globs, Patterns
+from ..base.lazy import regex
+from ..base.steps import AnyStep, command, option
+from ..base.text import join_limited, pluralize, quoted, shape_text
+from ..checkpoint.checkpoint import Change, Checkpoint, Target, Tied
 from ..checkpoint.objects import mapping
-from ..checkpoint.selection import only_one, selected
+from ..checkpoint.selection import dotted, normal_path, only_one, selected
 from ..files.sources import Computed, FolderSource
-from ..formats.opening import takes_path
+from ..formats.opening import CheckpointOrPath, as_checkpoint, takes_path
+from ..formats.planning import blaming_damage
 from ..pickles.nodes import Ref
-from ..values.elements import swapped
+from ..values.elements import storage_reader, swapped
 from ..values.numeric import ROUNDED
-from ..values.torch.compute import rounded_number
+from ..values.torch.adapters import StoredTensor
+from ..values.torch.compute import cast_elements, rounded_number
 from ..values.torch.loads import need_torch
-from ..values.torch.low_rank import PARTS, LowRank, Product, factor_elements, singular_values
-from .adapter_names import DOWN, PEFT_PREFIX, UP, Modules
-from .adapter_settings import ALPHAS, CONFIG, RANKS, Adapter, check_product, open_adapter, product_scale
+from ..values.torch.low_rank import PARTS, Difference, LowRank, Pair, Product, factor_elements, singular_values
+from .adapter_names import DOWN, PEFT_PREFIX, UP
+from .adapter_settings import ALPHAS, CONFIG, RANKS, Adapter, check_product, open_adapter, product_scale, vector
 from .cast import check_dtype
-from .recompute import Recomputation
+from .model_config import EMBEDDING, HEAD, LOOKUP
+from .recompute import Recomputation, has_arithmetic, quantized_refusal, refuse_bits, tensors_of
 
 #: Texts of a header that another rank makes wrong: hashes, and settings that diffusers reads beside the tensors.
 STALE: Final = ("sshs_model_hash", "sshs_legacy_hash", "lora_adapter_metadata")
+#: The settings of an adapter that nothing is known about.
+NEW_SETTINGS: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        **{"peft_type": "LORA", "task_type": None, "base_model_name_or_path": None, "inference_mode": True},
+        **{"bias": "none", "fan_in_fan_out": False, "lora_dropout": 0.0},
+    }
+)
+#: PEFT's names of the two matrices of a module, and of an embedding.
+_MATRICES: Final = (UP, DOWN), ("lora_embedding_B", "lora_embedding_A")
+#: GPT-2's modules whose weight has a row for each input; others with these names have one for each output.
+_BY_INPUT: Final = regex(r"(?:\A|\.)(?:c_attn|c_proj|c_fc|q_attn)\Z")
+#: Buffers that models of some versions hold, and those of other versions compute.
+_BUFFERS: Final = regex(r"(?:\A|\.)(?:inv_freq|position_ids|masked_bias)\Z")
 
 
 def parse_rank(text: str) -> int:
     """Parse a rank; raise TargetError for another text."""
-    with suppress(ValueError):
-        if (rank := int(text)) > 0:
-            return rank
+    if text.isdecimal() and (rank := int(text)):
+        return rank
     raise TargetError(f"{text!r} is not a rank", next="`--rank 16`")
 
 
-def parse_part(text: str) -> float:
-    """Parse a part of a norm, above 0 and at most 1; raise TargetError for another text."""
+def parse_part(text: str | float) -> float:
+    """Parse a part of a norm, above 0 and at most 1; raise TargetError for another text or number."""
     with suppress(ValueError):
         if 0 < (part := float(text)) <= 1:
             return part
-    raise TargetError(f"{text!r} is not a part of the norm", next="`--keep 0.95`")
+    raise TargetError(f"{str(text)!r} is not a part of the norm", next="`--keep 0.95`")
 
 
-class Factors(NamedTuple):
-    """The two matrices of a module; ``parts`` are their names in PEFT."""
-
-    module: str
-    how: LowRank
-    parts: tuple[str, str] = (UP, DOWN)
-
-    def added(self, work: Recomputation, rows: int, inner: Sequence[int]) -> tuple[Ref, Ref]:
-        """Add both tensors to an edit, for a weight with ``rows`` and the shape ``inner`` of a row."""
-        dtype, rank = BY_NAME[self.how.dtype], self.how.rank
-        shapes = (rows, rank, *(1 for _ in inner[1:])), (rank, *inner)
-        b, a = (
-            work.tensor(
-                f"{self.module}.{part}",
-                dtype,
-                shape,
-                Computed(prod(shape) * dtype.itemsize, factor_elements, (self.how, which)),
-            )
-            for which, (part, shape) in enumerate(zip(self.parts, shapes))
-        )
-        return b, a
+# -- what both make
 
 
-def kept_changes(edit: str, factors: Sequence[Factors]) -> list[Change]:
-    """Return a change for each module, with the part of the norm that it keeps, the smallest part first."""
-    made = sorted(factors, key=lambda each: each.how.kept.value)
-    texts = (f"{each.how.kept.value * 100 // (PARTS // 100) / 100:g}%" for each in made)
-    return [
-        Change(edit, each.module, each.how.rank, 0, f"rank {each.how.rank:,} keeps {text} of the norm")
-        for each, text in zip(made, texts)
-    ]
+class _Made(dict[str, LowRank]):
+    """The modules of an edit that get two matrices of a low rank."""
+
+    def add(
+        self, work: Recomputation, module: str, source: Difference | Product, rank: int, dtype: str, factor: float = 1.0
+    ) -> tuple[Ref, Ref]:
+        """Add the matrices of a module to the edit; return B and A."""
+        own, (rows, *inner) = BY_NAME[dtype], source.shape
+        self[module] = how = LowRank(source, rank, dtype, work.width(own), factor, Pair())
+
+        def added(which: int, shape: tuple[int, ...]) -> Ref:
+            piece = Computed(prod(shape) * own.itemsize, factor_elements, (how, which))
+            return work.tensor(f"{module}.{'BA'[which]}", own, shape, piece)
+
+        return added(0, (rows, rank, *(1 for _ in inner[1:]))), added(1, (rank, *inner))
+
+    def kept(self, edit: str) -> list[Change]:
+        """Return a change for each module, with the part of the norm that it keeps, the smallest part first."""
+        found = sorted(self.items(), key=lambda item: item[1].pair.value)
+        parts = (f"{how.pair.value * 100 // (PARTS // 100) / 100:g}%" for _, how in found)
+        return [
+            Change(edit, module, how.rank, 0, f"rank {how.rank:,} keeps {part} of the norm")
+            for (module, how), part in zip(found, parts)
+        ]
 
 
 def rank_settings(ranks: Mapping[str, int], alphas: Mapping[str, float]) -> dict[str, Any]:
@@ -93,8 +109,7 @@ def rank_settings(ranks: Mapping[str, int], alphas: Mapping[str, float]) -> dict
     settings: dict[str, Any] = {}
     for name, pattern, given in (("r", "rank_pattern", ranks), ("lora_alpha", "alpha_pattern", alphas)):
         values = {key: int(value) if value == int(value) else value for key, value in given.items()}
-        (usual, _), *_ = Counter(values.values()).most_common(1)
-        settings[name] = usual
+        settings[name] = usual = Counter(values.values()).most_common(1)[0][0]
         settings[pattern] = {
             # A pattern also matches the end of a longer name.
             f"^{key}" if any(other.endswith(f".{key}") for other in values) else key: value
@@ -111,25 +126,224 @@ def stated(texts: Mapping[str, str], ranks: Mapping[str, int], alphas: Mapping[s
     return {name: text for names, text in found for name in names}
 
 
-def of_peft(edited: Checkpoint, config: Mapping[str, Any], texts: Mapping[str, str]) -> Checkpoint:
-    """Return an adapter with these settings and texts that is written as a folder of PEFT, or as one file if the name
-    of the output says so.
+def peft_folder(
+    adapter: Checkpoint,
+    settings: Mapping[str, Any],
+    texts: Mapping[str, str] = MappingProxyType({}),
+    *,
+    of_model: bool = False,
+    tied: Tied = "",
+) -> Checkpoint:
+    """Return an adapter that is written as PEFT saves it: a folder with its tensors and its settings.
+
+    It is one file if the name of the output says so, and ``texts`` are in the header. ``of_model``: other files beside
+    the input describe a model, and are left out.
     """
-    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    # A file has no other place for the settings.
-    target = Target(
-        "safetensors", metadata={"format": "pt", **texts, CONFIG: text}, shard_size=1 << 62, stem="adapter_model"
-    )
-    companions = {**edited.companions, CONFIG: text.encode()}
-    return edited.replace(companions=companions, texts=target.metadata, target=target)
+    text = json.dumps(dict(settings), indent=2, ensure_ascii=False) + "\n"
+    beside = adapter.source.beside if of_model and isinstance(adapter.source, FolderSource) else ()
+    companions = {**adapter.companions, **dict.fromkeys(map(os.path.basename, beside), b""), CONFIG: text.encode()}
+    header = {"format": "pt", **texts, CONFIG: text}  # a file has no other place for the settings
+    target = Target("safetensors", metadata=header, shard_size=1 << 62, stem="adapter_model", tied=tied)
+    return adapter.replace(companions=companions, texts=header, target=target)
 
 
-def dtype_to_write(to_dtype: object) -> str:
+def _dtype_to_write(to_dtype: object) -> str:
     """Return the name of a dtype for the matrices of a LoRA, or raise TargetError."""
     name = check_dtype(str(to_dtype).removeprefix("torch.")).name
     if name not in ROUNDED:
         raise TargetError(f"the matrices of a LoRA are not written as {name}", next="`--to-dtype bfloat16`")
     return name
+
+
+# -- extract
+
+
+@takes_path
+def extract_lora(
+    tuned: Checkpoint,
+    base: CheckpointOrPath,
+    rank: int = 0,
+    *,
+    to_dtype: object = None,
+    key: str | None = None,
+    include: Patterns = (),
+    exclude: Patterns = (),
+) -> Checkpoint:
+    """Make a LoRA in PEFT's layout from a tuned model and its base: merged, it gives the tuned model, if ``rank`` does.
+
+    Each matrix and convolution that differs gets the closest product of that rank (the smaller side at most); its
+    alpha is the rank. Biases and norms that differ are stored whole, as ``modules_to_save`` and biases of PEFT. A
+    weight that only was rounded to the dtype of the tuned model does not differ. ``base`` must stay open until the
+    result is saved. ``include`` and ``exclude`` choose keys, ``key`` is the path of the state dict. The result is
+    float32, or ``to_dtype``. Raise RefusedError if names or shapes differ, if nothing differs, or if PEFT has no place
+    for a tensor.
+
+    >>> tuned = ckptool.merge_lora("model.pth", "adapter")
+    >>> ckptool.extract_lora(tuned, "model.pth", rank=1).changes[-1].words
+    '1 module with a LoRA of rank 1 at most, alpha as the rank'
+    """
+    if rank < 1:
+        raise TargetError("the rank is missing", path=tuned.path, next="`--rank 16`")
+    need_torch("computing a low rank", tuned.path)
+    base = as_checkpoint(base)
+    dtype = "float32" if to_dtype is None else _dtype_to_write(to_dtype)
+    with blaming_damage(base):
+        return _Extraction(_Side(tuned, key), _Side(base, key), rank, dtype).done(Globs(include, exclude))
+
+
+class _Side:
+    """One of the two models: its tensors by name."""
+
+    def __init__(self, checkpoint: Checkpoint, key: str | None) -> None:
+        self.work = work = Recomputation(checkpoint)
+        self.path = checkpoint.path
+        if key is not None and all(item.path != normal_path(key) for item in checkpoint.state_dicts):
+            key = None  # of the other model
+        state_dict = only_one(work.checkpoint, selected(work.checkpoint, key))
+        if work.quantized:
+            raise quantized_refusal(work.checkpoint, work.quantized, "they have no difference as numbers")
+        nodes = work.checkpoint.graph.nodes
+        self.refs = {str(nodes[name]): ref for name, ref in state_dict.items}
+        self.tensors = tensors_of(work.checkpoint, state_dict)
+
+    def stored(self, name: str) -> StoredTensor:
+        """Return a tensor as plain data; raise RefusedError if it has no plain values."""
+        tensor = self.tensors[name]
+        if tensor.kind != "dense" or not tensor.storage or tensor.location == "meta" or tensor.dtype not in BY_NAME:
+            raise RefusedError(f"{quoted(name)} has no plain values ({tensor.kind}, {tensor.location})", path=self.path)
+        refuse_bits(self.work.checkpoint, self.refs[name], name)
+        return StoredTensor(name, storage_reader(self.work.checkpoint, tensor.storage), vector(tensor))
+
+    def is_redundant(self, name: str) -> bool:
+        """Return whether a tensor is a copy of the embedding, to which the model ties its head, or a known buffer."""
+        tied = [other for other in self.tensors if EMBEDDING.search(other)] if HEAD.search(name) else []
+        return bool(_BUFFERS.search(name)) or any(self.stored(name).equals(self.stored(other)) for other in tied)
+
+
+def _common(tuned: _Side, base: _Side, only: Globs) -> list[str]:
+    """Return the chosen names of both models; raise RefusedError for names of one of them, and for other shapes."""
+    chosen, others = ([n for n in side.tensors if not only or only.match(n, n)] for side in (tuned, base))
+    for side, other, names in ((tuned, base, chosen), (base, tuned, others)):
+        if alone := [name for name in names if name not in other.tensors and not side.is_redundant(name)]:
+            what = f"{pluralize(len(alone), 'tensor')} of {side.path} not in {other.path}: {_listed(alone)}"
+            step: AnyStep = f"give both models the same names, or leave them out: {option('exclude', alone[0])}"
+            raise RefusedError(what, path=side.path, next=step)
+    names = [name for name in chosen if name in base.tensors]
+    for name in names:
+        one, two = tuned.tensors[name].shape, base.tensors[name].shape
+        if one != two:
+            what = f"{quoted(name)} is {shape_text(one)}, and {shape_text(two)} in {base.path}"
+            step = option("exclude", name)
+            if (EMBEDDING.search(name) or HEAD.search(name)) and one[1:] == two[1:]:
+                step = "resize the base first: " + command("resize", base.path, vocab=str(one[0]), output="resized")
+            raise RefusedError(what, path=tuned.path, next=step)
+    if not names:
+        raise RefusedError("no tensor of both models is chosen", path=tuned.path)
+    return names
+
+
+def _listed(names: Collection[str]) -> str:
+    return join_limited([quoted(name) for name in names], most=3)
+
+
+def _differs(tuned: StoredTensor, base: StoredTensor) -> bool:
+    """Return whether two tensors of one shape differ, after the base is rounded to the dtype of the tuned one."""
+    dtypes = base.view.dtype, tuned.view.dtype
+    if dtypes[0] == dtypes[1] or not all(BY_NAME[dtype].floating for dtype in dtypes):
+        return not tuned.equals(base)
+    return cast_elements(base.values, *dtypes)[0] != tuned.values
+
+
+class _Extraction:
+    """The adapter that is made of two models."""
+
+    def __init__(self, tuned: _Side, base: _Side, rank: int, dtype: str) -> None:
+        self.tuned, self.base, self.rank, self.dtype = tuned, base, rank, dtype
+        attention = [t.shape for name, t in tuned.tensors.items() if name.endswith(".c_attn.weight")]
+        #: Whether the weights of GPT-2 have a row for each input.
+        self.by_input = bool(attention) and all(len(shape) == 2 and shape[1] == 3 * shape[0] for shape in attention)
+        self.made = _Made()
+        self.whole: list[str] = []
+
+    def done(self, only: Globs) -> Checkpoint:
+        """Plan the matrices, and return the adapter."""
+        tuned, base, work = self.tuned, self.base, self.tuned.work
+        names = _common(tuned, base, dotted(only, work.checkpoint, base.work.checkpoint))
+        differing = [name for name in names if _differs(tuned.stored(name), base.stored(name))]
+        if not differing:
+            what = f"its values equal those of {base.path}: there is no difference to extract"
+            raise RefusedError(what, path=tuned.path)
+        norms = {name for name, t in tuned.tensors.items() if name.endswith(".weight") and len(t.shape) == 1}
+        items: list[tuple[str, Ref]] = []
+        unfit = []
+        for name in differing:
+            module, _, last = name.rpartition(".")
+            shape = tuned.tensors[name].shape
+            if last == "weight" and 2 <= len(shape) <= 5 and min(shape[0], prod(shape[1:])) > 1 and shape[1] > 1:
+                items += self._low_rank(module, name)
+            elif last in ("weight", "bias") or f"{module}.weight" in norms:
+                self.whole.append(name)
+            else:
+                unfit.append(name)
+        if unfit:
+            what = f"{pluralize(len(unfit), 'tensor')} cannot be part of a LoRA in PEFT's layout: {_listed(unfit)}"
+            raise RefusedError(what, path=tuned.path, next=f"leave out: {option('exclude', unfit[0])}")
+        if not self.made:
+            what = f"only biases and norms differ, such as {quoted(self.whole[0])}: there is nothing for a LoRA"
+            step = "merge them: " + command("merge", base.path, tuned.path, output="merged")
+            raise RefusedError(what, path=tuned.path, next=step)
+        for name in self.whole:
+            module, _, last = name.rpartition(".")
+            own = f"{module}.base_layer.{last}" if module in self.made else name
+            items.append((PEFT_PREFIX + own, tuned.refs[name]))
+        what = f"{pluralize(len(self.made), 'module')} with a LoRA of rank {self.rank:,} at most, alpha as the rank"
+        change = Change("lora-extract", "", len(self.made), 0, what, (*self._notes(tuned.tensors.keys() - {*names}),))
+        edited = work.checkpoint.changed(
+            work.editor.done(work.editor.mapping(items)),
+            [change],
+            work.added,
+            needs_relayout=True,
+            others=(base.work.checkpoint,),
+            deferred_changes=(partial(self.made.kept, "lora-extract"),),
+        )
+        return peft_folder(edited, self._settings(), of_model=True)
+
+    def _low_rank(self, module: str, name: str) -> list[tuple[str, Ref]]:
+        """Add the matrices of a module; return them under PEFT's names."""
+        tuned, base = self.tuned.stored(name), self.base.stored(name)
+        if not all(has_arithmetic(each.view) for each in (tuned, base)):
+            raise RefusedError(f"{quoted(name)} is {tuned.view.dtype}, and has no difference", path=self.tuned.path)
+        lookup = len(tuned.view.shape) == 2 and bool(LOOKUP.search(module))
+        source = Difference(tuned, base, lookup or (self.by_input and bool(_BY_INPUT.search(module))))
+        rank = min(self.rank, source.shape[0], prod(source.shape[1:]))
+        pairs = zip(_MATRICES[lookup], self.made.add(self.tuned.work, module, source, rank, self.dtype))
+        return sorted((f"{PEFT_PREFIX}{module}.{end}", ref) for end, ref in pairs)
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the settings of PEFT, with the last parts of names where they mean the same."""
+        matrices = (name for name, t in self.base.tensors.items() if name.endswith(".weight") and len(t.shape) > 1)
+        modules = (name.removesuffix(".weight") for name in matrices)
+        unchanged = {each.rpartition(".")[2] for each in modules if each not in self.made}
+        last = {module: module.rpartition(".")[2] for module in self.made}
+        saved = dict.fromkeys(name.rpartition(".")[0] for name in self.whole if not name.endswith(".bias"))
+        biased = any(name.endswith(".bias") and name.rpartition(".")[0] not in saved for name in self.whole)
+        ranks = {module: how.rank for module, how in self.made.items()}
+        targets = {module if end.isdigit() or end in unchanged else end for module, end in last.items()}
+        own: dict[str, Any] = {"bias": "all" if biased else "none", "fan_in_fan_out": self.by_input}
+        own |= {"target_modules": sorted(targets), "modules_to_save": list(saved) or None}
+        return {**NEW_SETTINGS, **own, **rank_settings(ranks, ranks)}
+
+    def _notes(self, left_out: Collection[str]) -> Iterator[str]:
+        if self.whole:
+            yield f"stored whole: {_listed(self.whole)}"
+        if left_out:
+            yield f"not compared: {_listed(sorted(left_out))}"
+        changed = any(EMBEDDING.search(f"{module}.weight") for module in self.made)
+        if changed and not any(map(HEAD.search, self.tuned.tensors)):
+            yield "a head that is tied to the embedding changes only if the merge keeps it tied"
+
+
+# -- resize
 
 
 @takes_path
@@ -154,16 +368,21 @@ def resize_lora(
     """
     if rank < 1 and keep is None:
         raise TargetError("a rank is missing", path=adapter.path, next="`--rank 16`, or `--keep 0.95` of the norm")
-    dtype = "" if to_dtype is None else dtype_to_write(to_dtype)
+    part = None if keep is None else parse_part(keep)
+    dtype = "" if to_dtype is None else _dtype_to_write(to_dtype)
     found = open_adapter(adapter, alpha)
     kind = found.config.get("peft_type", "LORA")
     if kind != "LORA" or found.has_parameters:
         what = f"only LoRA has a rank that can change, and it is {kind if kind != 'LORA' else 'one of experts'}"
         raise found.refusal(what)
     need_torch("computing a low rank", adapter.path)
-    resizing = _Resizing(found, rank, keep, dtype)
+    resizing = _Resizing(found, rank, part, dtype)
     for model in found.modules():
-        resizing.add(model)
+        for module, keys in model.parts.items():
+            for ends in _MATRICES:
+                if any(end in keys for end in ends):
+                    label = f"{model.label}.{module}" if model.label else module
+                    resizing.add(found.of(model), module, label, keys, ends)
     return resizing.done()
 
 
@@ -173,49 +392,32 @@ class _Resizing:
     def __init__(self, adapter: Adapter, rank: int, keep: float | None, dtype: str) -> None:
         self.adapter, self.rank, self.keep, self.dtype = adapter, rank, keep, dtype
         self.work = Recomputation(adapter.checkpoint)
-        self.factors: list[Factors] = []
+        self.made = _Made()
         self.new: dict[str, Ref] = {}
         self.before: list[int] = []
         self.alphas: dict[str, float] = {}
 
-    def add(self, model: Modules) -> None:
-        """Add the modules of one model."""
-        adapter = self.adapter.of(model)
-        for module, keys in model.parts.items():
-            for parts in ((UP, DOWN), ("lora_embedding_B", "lora_embedding_A")):
-                if any(part in keys for part in parts):
-                    self._add_module(adapter, model, module, keys, parts)
-
-    def _add_module(
-        self, adapter: Adapter, model: Modules, module: str, keys: Mapping[str, str], parts: tuple[str, str]
+    def add(
+        self, adapter: Adapter, module: str, label: str, keys: Mapping[str, str], ends: tuple[str, str]
     ) -> None:
-        if lacking := next((part for part in parts if part not in keys), ""):
+        """Add the matrices of a module, whose parts are called ``ends``; ``label`` is its name in reports."""
+        if lacking := next((end for end in ends if end not in keys), ""):
             raise adapter.refusal(f"{quoted(module)} has no {lacking}: the file is incomplete")
-        b, a = (adapter.stored(keys[part]) for part in parts)
-        check_product(adapter, keys[parts[1]], keys[parts[0]])
-        rows, old = b.view.shape[0], a.view.shape[0]
-        alpha_key, factor = keys.get("alpha", ""), product_scale(adapter, module, keys)
-        product = Product(b, a)
-        rank = self._rank(product)
-        label = f"{model.label}.{module}" if model.label else module
-        dtype = self.dtype or a.view.dtype
+        check_product(adapter, keys[ends[1]], keys[ends[0]])
+        product = Product(*(adapter.stored(keys[end]) for end in ends))
+        dtype = self.dtype or product.a.view.dtype
         if dtype not in ROUNDED:
-            raise adapter.refusal(
-                f"{quoted(a.name)} is {dtype}", "choose the dtype of the result: `--to-dtype bfloat16`"
-            )
-        fold = 1.0
-        self.alphas[label] = factor * (sqrt(rank) if adapter.is_set("use_rslora") else rank)
-        if alpha_key:
-            fold = self._with_alpha(alpha_key, self.alphas[label])
+            step = "choose the dtype of the result: `--to-dtype bfloat16`"
+            raise adapter.refusal(f"{quoted(product.a.name)} is {dtype}", step)
+        factor, rank = product_scale(adapter, module, keys), self._rank(product)
+        alpha, fold = factor * (sqrt(rank) if adapter.is_set("use_rslora") else rank), 1.0
+        if key := keys.get("alpha", ""):
+            fold = self._with_alpha(key, alpha)
         elif adapter.of_pipeline:
-            fold, self.alphas[label] = factor, rank
-        if fold < 0:
-            raise adapter.refusal(f"the scale of {quoted(module)} is negative, and it has no alpha")
-        how = LowRank.of(product, rank, dtype, self.work.width(BY_NAME[dtype]), fold)
-        made = Factors(label, how, parts)
-        self.factors.append(made)
-        self.before.append(old)
-        self.new |= zip((keys[part] for part in parts), made.added(self.work, rows, a.view.shape[1:]))
+            fold, alpha = factor, rank
+        self.alphas[label] = alpha
+        self.before.append(product.a.view.shape[0])
+        self.new |= zip((keys[end] for end in ends), self.made.add(self.work, label, product, rank, dtype, fold))
 
     def _rank(self, product: Product) -> int:
         """Return the new rank of a product: the given one, or the smallest that keeps the part of the norm."""
@@ -240,31 +442,24 @@ class _Resizing:
     def done(self) -> Checkpoint:
         """Plan the tensors, and return the adapter."""
         work, adapter = self.work, self.adapter
-        if not self.factors:
+        if not self.made:
             raise adapter.refusal("it has no product of two matrices")
         state_dict = only_one(work.checkpoint, selected(work.checkpoint, None))
-        nodes = work.checkpoint.graph.nodes
+        nodes, prefix = work.checkpoint.graph.nodes, "" if adapter.of_pipeline else PEFT_PREFIX
         held = mapping(work.checkpoint.graph, state_dict.ref) or ()
-        prefix = "" if adapter.of_pipeline else PEFT_PREFIX
         items = [(name, self.new.get(str(nodes[name]).removeprefix(prefix), ref)) for name, ref in held]
         work.editor.refill(state_dict.ref, items)
-        ranks = {each.module: each.how.rank for each in self.factors}
-        what = f"{pluralize(len(ranks), 'module')} resized: rank {_span(self.before)} -> {_span([*ranks.values()])}"
-        edited = work.done(
-            [Change("lora-resize", "", len(ranks), 0, what)],
-            deferred_changes=(partial(kept_changes, "lora-resize", self.factors),),
-        )
+        ranks = {module: how.rank for module, how in self.made.items()}
+        what = f"{pluralize(len(ranks), 'module')} resized: rank {_span(self.before)} -> {_span(ranks.values())}"
+        change = Change("lora-resize", "", len(ranks), 0, what)
+        edited = work.done([change], deferred_changes=(partial(self.made.kept, "lora-resize"),))
         texts = {name: text for name, text in edited.metadata.items() if name not in STALE}
         texts |= stated(texts, ranks, self.alphas)
         if adapter.of_pipeline:
             return edited.replace(texts=texts) if texts != edited.metadata else edited
-        config = {**adapter.config, **rank_settings(ranks, self.alphas)}
-        if isinstance(edited.source, FolderSource):
-            text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-            return edited.replace(companions={**edited.companions, CONFIG: text.encode()}, texts=texts)
-        return of_peft(edited, config, texts)
+        return peft_folder(edited, {**adapter.config, **rank_settings(ranks, self.alphas)}, texts)
 
 
-def _span(numbers: Sequence[int]) -> str:
+def _span(numbers: Collection[int]) -> str:
     low, high = min(numbers), max(numbers)
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"

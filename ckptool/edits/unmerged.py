@@ -7,9 +7,8 @@ PEFT keeps the weight of a module ``X`` as ``X.base_layer.weight``, and the matr
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from ..base.errors import RefusedError
@@ -18,14 +17,11 @@ from ..base.prefixes import adapter_keys
 from ..base.records import NamedTuple
 from ..base.steps import NextStep, as_step, command, suggested_output
 from ..base.text import join_limited, pluralize, quoted
-from ..checkpoint.checkpoint import Change, Checkpoint
+from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.selection import only_one, selected
 from ..files.archives import read_object
-from ..files.sources import FolderSource
-from ..formats.planning import DEFAULT_SHARD_SIZE
 from .adapter_names import PEFT_PREFIX, adapter_key
 from .adapter_settings import BY_PEFT, CHANGES_BASE, CONFIG, adapter_config
-from .convert import convert
 from .entries import drop_keys, extract
 from .keys import by_table
 
@@ -39,18 +35,11 @@ _PREFIX: Final = regex(r"(?:\A|(?<=\.))base_model\.model\.")
 class Inside(NamedTuple):
     """The keys of a model with adapters inside: ``base`` maps the keys of the model to its own names.
 
-    ``adapters`` maps the name of each adapter to its keys, and these to the names that PEFT saves. ``saved`` are the
-    keys of modules that were trained as a whole, of all adapters.
+    ``adapters`` maps the name of each adapter to its keys, and these to the names that PEFT saves.
     """
 
     base: Mapping[str, str]
     adapters: Mapping[str, Mapping[str, str]]
-    saved: frozenset[str]
-
-    def merged(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Return the keys of the base, with the modules that an adapter trained as a whole in place of the original."""
-        trained = {key: name.removeprefix(PEFT_PREFIX) for key, name in own.items() if key in self.saved}
-        return {key: name for key, name in self.base.items() if name not in {*trained.values()}} | trained
 
     @property
     def words(self) -> str:
@@ -58,33 +47,27 @@ class Inside(NamedTuple):
         return join_limited([quoted(name) for name in self.adapters])
 
 
-def inside(keys: Iterable[str]) -> Inside | None:
+def inside(keys: Collection[str]) -> Inside | None:
     """Return the adapters inside a model with these keys, or None."""
-    names = list(keys)
-    if not any(_MARK in key for key in names):
+    if not any(_MARK in key for key in keys):
         return None
     base: dict[str, str] = {}
     adapters: dict[str, dict[str, str]] = {}
-    for key in names:
+    for key in keys:
         bare = _PREFIX.sub("", key, count=1)
         if found := adapter_key(bare):
             adapters.setdefault(found[0], {})[key] = PEFT_PREFIX + found[1]
         else:
             base[key] = _WRAPPED.sub("", bare)
     # A saved adapter has keys without its name. It may hold some tensors of its base.
-    saved = frozenset(key for keys in adapters.values() for key in keys if _SAVED in key)
-    return Inside(base, adapters, saved) if adapters and "" not in adapters else None
+    return Inside(base, adapters) if adapters and "" not in adapters else None
 
 
 def unmerged(checkpoint: Checkpoint) -> Inside | None:
     """Return the adapters inside the first state dict that has some, or None."""
-    found = (inside(map(str, names)) for names in _names(checkpoint))
-    return next((each for each in found if each is not None), None)
-
-
-def _names(checkpoint: Checkpoint) -> Iterable[Iterable[object]]:
     nodes = checkpoint.graph.nodes
-    return ([nodes[name] for name, _ in item.items] for item in checkpoint.state_dicts)
+    found = (inside([str(nodes[name]) for name, _ in item.items]) for item in checkpoint.state_dicts)
+    return next(filter(None, found), None)
 
 
 def merge_step(checkpoint: Checkpoint, found: Inside) -> NextStep:
@@ -106,7 +89,8 @@ def taken_apart(
     are in the base already. Raise RefusedError for several adapters without a name, and if a key is not known.
     """
     place = only_one(checkpoint, selected(checkpoint, key))
-    found = inside(str(checkpoint.graph.nodes[ref]) for ref, _ in place.items)
+    every = [str(checkpoint.graph.nodes[ref]) for ref, _ in place.items]
+    found = inside(every)
     if found is None:
         return None
     if name not in found.adapters and (name is not None or len(found.adapters) > 1):
@@ -116,21 +100,20 @@ def taken_apart(
     if unknown := adapter_keys(found.base.values()):
         message = f"its tensor {quoted(unknown[0])} is not known, and would not be used"
         raise RefusedError(message, path=checkpoint.path, next=BY_PEFT)
-    own = dict(found.adapters[name or next(iter(found.adapters))])
-    others = [key for keys in found.adapters.values() for key in keys if key not in own]
-    notes = (f"{pluralize(len(others), 'tensor')} of other adapters left out",) if others else ()
-    names = found.merged(own) if to_merge else found.base
-    trained = [name.removeprefix(PEFT_PREFIX) for key, name in own.items() if key in found.saved]
-    if lacking := sorted({*trained} - {*names.values()}):
+    names, own = {**found.base}, {**found.adapters[name or next(iter(found.adapters))]}
+    others = sum(map(len, found.adapters.values())) - len(own)
+    notes = (f"{pluralize(others, 'tensor')} of other adapters left out",) if others else ()
+    trained = {key: name.removeprefix(PEFT_PREFIX) for key, name in own.items() if _SAVED in key}
+    if to_merge:
+        own = {key: name for key, name in own.items() if key not in trained}
+        names = {key: name for key, name in names.items() if name not in {*trained.values()}} | trained
+    if lacking := sorted({*trained.values()} - {*names.values()}):
         which = join_limited([quoted(name) for name in lacking])
         notes = (*notes, f"the base has no {which}: only the trained one is there")
-    own = {key: name for key, name in own.items() if not (to_merge and key in found.saved)}
-    every = [str(checkpoint.graph.nodes[ref]) for ref, _ in place.items]
-    base = by_table(drop_keys(checkpoint, place.path, {*every} - names.keys()), names, key=key)
-    alone = drop_keys(checkpoint, place.path, {*every} - own.keys())
-    adapter = by_table(extract(alone, place.path) if place.path else alone, own)
+    base, alone = (drop_keys(checkpoint, place.path, {*every} - each.keys()) for each in (names, own))
     beside = {**checkpoint.companions, CONFIG: b""}
-    return base.replace(changes=checkpoint.changes, companions=beside), adapter, notes
+    base = by_table(base, names, key=key).replace(changes=checkpoint.changes, companions=beside)
+    return base, by_table(extract(alone, place.path) if place.path else alone, own), notes
 
 
 def settings(checkpoint: Checkpoint, path: str | os.PathLike[str] | None) -> Mapping[str, Any] | None:
@@ -139,22 +122,8 @@ def settings(checkpoint: Checkpoint, path: str | os.PathLike[str] | None) -> Map
     Some ways to start a training change the base. The model has that changed base, so they are removed.
     """
     config = adapter_config(checkpoint) if path is None else read_object(os.fspath(path))
-    if config is None:
-        if path is not None:
-            raise RefusedError("it is not a JSON object", path=os.fspath(path))
-        return None
-    start = config.get("init_lora_weights")
+    if config is None and path is not None:
+        raise RefusedError("it is not a JSON object", path=os.fspath(path))
+    start = config and config.get("init_lora_weights")
     changed = isinstance(start, str) and start.lower().startswith(CHANGES_BASE)
-    return {**config, "init_lora_weights": True} if changed else config
-
-
-def adapter_folder(adapter: Checkpoint, config: Mapping[str, Any], changes: tuple[Change, ...]) -> Checkpoint:
-    """Return an adapter as it is saved by PEFT: a folder with its tensors and its settings."""
-    text = json.dumps(dict(config), indent=2, ensure_ascii=False) + "\n"
-    beside = adapter.source.beside if isinstance(adapter.source, FolderSource) else ()
-    # Nothing else of a folder with a model belongs to the adapter.
-    companions = {**dict.fromkeys(map(os.path.basename, beside), b""), CONFIG: text.encode()}
-    made = convert(
-        adapter.replace(companions=companions), "safetensors", tied="keep-first", max_shard_size=DEFAULT_SHARD_SIZE
-    )
-    return made.replace(changes=changes)
+    return {**config, "init_lora_weights": True} if config and changed else config

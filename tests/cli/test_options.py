@@ -182,9 +182,7 @@ def test_json_is_short_for_the_format(words: str) -> None:
 
 def test_steps_of_edit_are_named_after_commands_and_their_options() -> None:
     named = {*COMMANDS, *(name.removeprefix("--") for name, commands in options().items() if {*commands} - {"edit"})}
-    assert {*STEPS, *MODIFIERS} - named == {
-        *("adapters", "bases", "merge-entry", "other", "others", "repack", "set", "wrap")
-    }
+    assert {*STEPS, *MODIFIERS} - named == {*("adapters", "merge-entry", "other", "others", "repack", "set", "wrap")}
 
 
 # -- the library: what a user types as an option is a parameter of the function that is called like the command
@@ -212,7 +210,6 @@ WRITING = (ckptool.save, ckptool.save_in_place, ckptool.convert)
 #: Parameters that are no options: command, parameter and the reason.
 NOT_OPTIONS = {
     ("lora merge", "adapters"): "the paths after the first one",
-    ("lora extract", "base"): "the path after the first one",
     ("lora convert", "model"): "the command line writes a folder for each model",
     ("edit", "steps"): "options and their texts in an order, which keywords do not have",
     ("remap", "devices"): "the fields of DeviceMap are the options",

@@ -228,6 +228,9 @@ def test_peft_keeps_its_effect_with_new_settings(how: dict[str, Any], settings: 
         path = tmp_path / f"{adapter.name}.safetensors"
         merges.append(saved(ckptool.merge_lora(tmp_path / "base.safetensors", adapter), path))
     assert (tmp_path / "out" / "README.md").read_text() == "kept"
+    with safe_open(tmp_path / "out" / "adapter_model.safetensors", "pt") as file:
+        header = file.metadata()["adapter_config.json"]
+    assert header == (tmp_path / "out" / "adapter_config.json").read_text()
     parts = kept(checkpoint)
     for name in names:
         before, after = (merge[f"{name}.weight"] for merge in merges)
@@ -261,3 +264,5 @@ def test_what_has_no_rank_is_refused(tmp_path: Path) -> None:
         ckptool.resize_lora(folder, 1)
     with pytest.raises(TargetError, match="rank is missing"):
         ckptool.resize_lora(folder)
+    with pytest.raises(TargetError, match="not a part of the norm"):
+        ckptool.resize_lora(folder, keep=2)

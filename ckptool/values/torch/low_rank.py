@@ -43,6 +43,11 @@ class Difference(NamedTuple):
     base: StoredTensor
     transposed: bool = False
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the difference."""
+        return self.tuned.view.shape[::-1] if self.transposed else self.tuned.view.shape
+
     def decomposed(self, torch: Any, rank: int) -> _Decomposed:
         """Decompose the difference, with at least the ``rank`` largest singular values."""
         values = _loaded(torch, self.tuned)
@@ -57,6 +62,11 @@ class Product(NamedTuple):
     b: StoredTensor
     a: StoredTensor
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the product."""
+        return self.b.view.shape[0], *self.a.view.shape[1:]
+
     def decomposed(self, torch: Any, rank: int) -> _Decomposed:
         """Decompose the product in float64, with all singular values that are not 0."""
         left, upper = torch.linalg.qr(_loaded(torch, self.b).double().flatten(1))
@@ -65,22 +75,26 @@ class Product(NamedTuple):
         return left @ u, values, v @ right.T, float(values.square().sum())
 
 
-class _Shared:
-    """The elements of both matrices, from the request for one until the request for the other."""
+class Pair(Deferred):
+    """The elements of both matrices, from the request for one until the request for the other.
+
+    Its number is the kept part of the norm, in millionths.
+    """
 
     def __init__(self) -> None:
+        super().__init__()
         self.lock = Lock()
-        self.pair: tuple[bytes, bytes] | None = None
+        self.elements: tuple[bytes, bytes] | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _Shared, ()  # another process computes them again
+        return Pair, ()  # another process computes them again
 
 
 class LowRank(NamedTuple):
     """Two matrices of a ``rank``, whose product is ``factor`` times the closest one to ``source``.
 
     Both get the square roots of the singular values; further columns are 0. ``width`` is the size of the numbers that
-    are byte-swapped. ``kept`` is the kept part of the norm, in millionths.
+    are byte-swapped.
     """
 
     source: Difference | Product
@@ -88,13 +102,7 @@ class LowRank(NamedTuple):
     dtype: str
     width: int
     factor: float
-    kept: Deferred
-    shared: _Shared
-
-    @classmethod
-    def of(cls, source: Difference | Product, rank: int, dtype: str, width: int, factor: float = 1.0) -> LowRank:
-        """Return two matrices that are not computed yet."""
-        return cls(source, rank, dtype, width, factor, Deferred(), _Shared())
+    pair: Pair
 
 
 def factor_elements(how: LowRank, which: int) -> Iterator[bytes]:
@@ -103,12 +111,12 @@ def factor_elements(how: LowRank, which: int) -> Iterator[bytes]:
     Both are computed at the first of two requests.
     """
     torch = need_torch("computing a low rank")
-    with how.shared.lock:
-        pair, how.shared.pair = how.shared.pair, None
-        if pair is None:
+    with how.pair.lock:
+        made, how.pair.elements = how.pair.elements, None
+        if made is None:
             with one_thread(torch):
-                pair = how.shared.pair = _pair(torch, how)
-    yield swapped(pair[which], how.width)
+                made = how.pair.elements = _computed(torch, how)
+    yield swapped(made[which], how.width)
 
 
 def singular_values(source: Product) -> list[float]:
@@ -118,24 +126,20 @@ def singular_values(source: Product) -> list[float]:
         return [float(value) for value in source.decomposed(torch, 0)[1]]
 
 
-def _pair(torch: Any, how: LowRank) -> tuple[bytes, bytes]:
+def _computed(torch: Any, how: LowRank) -> tuple[bytes, bytes]:
+    """Return the elements of B and A, and set the kept part of the norm."""
     u, values, v, total = how.source.decomposed(torch, how.rank)
     count = min(how.rank, len(values))
     square = float(values[:count].double().square().sum())
-    how.kept.value = round(PARTS * (min(sqrt(square / total), 1.0) if total else 1.0))
-    root = (values[:count] * how.factor).sqrt()
+    how.pair.value = round(PARTS * (min(sqrt(square / total), 1.0) if total else 1.0))
+    root = (values[:count] * abs(how.factor)).sqrt()
     b, a = u.new_zeros(len(u), how.rank), v.new_zeros(how.rank, v.shape[1])
-    b[:, :count], a[:count] = u[:, :count] * root, v[:count] * root[:, None]
-    return _rounded(torch, b, how), _rounded(torch, a, how)
-
-
-def _rounded(torch: Any, matrix: Any, how: LowRank) -> bytes:
-    """Return the elements in the dtype of the result."""
+    b[:, :count], a[:count] = u[:, :count] * root.copysign(how.factor), v[:count] * root[:, None]
     dtype = torch_dtype(torch, how.dtype)
-    if not bool(torch.isfinite(matrix.to(dtype)).all()):
+    if not all(bool(torch.isfinite(matrix.to(dtype)).all()) for matrix in (b, a)):
         what = f"a value of a low rank does not fit into {how.dtype}"
         raise RefusedError(what, next="take a dtype with a larger range: `--to-dtype float32`")
-    return as_bytes(torch, matrix, dtype)
+    return as_bytes(torch, b, dtype), as_bytes(torch, a, dtype)
 
 
 def _loaded(torch: Any, part: StoredTensor) -> Any:
