@@ -397,9 +397,7 @@ class _Resizing:
         self.before: list[int] = []
         self.alphas: dict[str, float] = {}
 
-    def add(
-        self, adapter: Adapter, module: str, label: str, keys: Mapping[str, str], ends: tuple[str, str]
-    ) -> None:
+    def add(self, adapter: Adapter, module: str, label: str, keys: Mapping[str, str], ends: tuple[str, str]) -> None:
         """Add the matrices of a module, whose parts are called ``ends``; ``label`` is its name in reports."""
         if lacking := next((end for end in ends if end not in keys), ""):
             raise adapter.refusal(f"{quoted(module)} has no {lacking}: the file is incomplete")
