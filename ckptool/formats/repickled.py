@@ -6,7 +6,7 @@ from ..base.errors import PickleError, RefusedError
 from ..checkpoint.checkpoint import Checkpoint, Target
 from ..checkpoint.programs import program_of
 from ..files.sources import Plan
-from ..pickles.compare import difference, redecoded
+from ..pickles.compare import difference, redecoded, respelled
 from ..pickles.decode import decode
 from ..pickles.encode import encode
 from ..pickles.nodes import Graph
@@ -21,8 +21,8 @@ def verified_pickle(checkpoint: Checkpoint) -> tuple[bytes, bool]:
     file's own bytes. If a foreign pickle does not, it must at least decode to an equal graph again. Raises RefusedError
     if even that fails.
     """
-    data = encode(checkpoint.graph)
     container = checkpoint.container
+    data = respelled(container.graph, container.pickle, checkpoint.graph) or encode(checkpoint.graph)
     # Most edits change only names or devices: then every other byte of the pickle is the file's own.
     if redecoded(container.graph, container.pickle, data) is not None:
         return data, True

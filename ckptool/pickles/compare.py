@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from itertools import compress
+from operator import is_not
 from typing import Final, TypeAlias, cast
 
 from . import opcodes as op
-from .nodes import CONSTANTS, Call, Global, Graph, Node, Persistent, Ref, own_value, parts_of
+from .nodes import CONSTANTS, Call, Global, Graph, Node, Persistent, Ref, children, own_value, parts_of
 
 Refs: TypeAlias = tuple[Ref, ...]
 #: Compares two persistent ids. Returns the references in both that must be equal, or raises ValueError with a message
@@ -15,10 +17,13 @@ Refs: TypeAlias = tuple[Ref, ...]
 CompareIds: TypeAlias = Callable[[Refs, Refs], tuple[Refs, Refs]]
 
 _u32 = struct.Struct("<I").unpack_from
+_length = struct.Struct("<I").pack
 #: Bytes of a BINUNICODE before its text: the opcode and the length.
 _TEXT_HEAD: Final = 5
 #: The cache key of the last result of ``redecoded``.
 _LAST: Final = ("redecoded", -1)
+#: The cache key of the graph from which this one differs in strings only, and these strings.
+_RESPELLED: Final = ("respelled", -1)
 
 
 def difference(a: Graph, b: Graph, *, texts_by_value: bool = False, compare_ids: CompareIds | None = None) -> str:
@@ -29,6 +34,9 @@ def difference(a: Graph, b: Graph, *, texts_by_value: bool = False, compare_ids:
     node was written (opcode, memo, batches) does not count, nor do the strings that STACK_GLOBAL took. With
     ``texts_by_value``, strings have no identity either. ``compare_ids`` compares persistent ids that are tuples.
     """
+    spelling = a.cache.get(_RESPELLED)
+    if spelling is not None and spelling == b.cache.get(_RESPELLED):
+        return ""
     ours, theirs = a.nodes, b.nodes
     constants = (*CONSTANTS, str) if texts_by_value else CONSTANTS
     # The partner of each node, in both directions.
@@ -127,6 +135,7 @@ def redecoded(graph: Graph, original: bytes, data: bytes) -> Graph | None:
     if op.STACK_GLOBAL in graph.refused:
         return None  # STACK_GLOBAL takes its name from strings, so a changed string could name another global
     nodes: list[Node] = list(graph.nodes)
+    texts: dict[Ref, str] = {}
     at = begin = 0  # both pickles are compared up to these offsets
     try:
         # No byte after the last string may differ. A memo index there shows at once if an object is new or gone.
@@ -141,7 +150,8 @@ def redecoded(graph: Graph, original: bytes, data: bytes) -> Graph | None:
             if original[at : offset + 1] != data[begin : start + 1]:
                 return None
             text = data[start + _TEXT_HEAD : new_end].decode("utf-8", "surrogatepass")
-            nodes[ref] = text
+            if text != nodes[ref]:
+                nodes[ref] = texts[ref] = text
             at, begin = old_end, new_end
     except (struct.error, UnicodeDecodeError):
         return None
@@ -150,4 +160,45 @@ def redecoded(graph: Graph, original: bytes, data: bytes) -> Graph | None:
     common = graph.root, graph.style, graph.refused, graph.oddities, graph.filled_at
     other = Graph(nodes, *common, fetched=graph.fetched)
     graph.cache[_LAST] = data, other
+    other.cache[_RESPELLED] = graph, texts
     return other
+
+
+def respelled(graph: Graph, original: bytes, edited: Graph) -> bytes | None:
+    """Return ``original``, the pickle of ``graph``, with the strings of an edit in place of its own; None if anything
+    but strings was edited, or the edit cannot be seen from single nodes.
+
+    Most edits change names and devices only. Then this takes a tenth of the time of ``encode``.
+    """
+    style, olds, news, count = graph.style, graph.nodes, edited.nodes, len(graph.nodes)
+    unusual = op.STACK_GLOBAL in graph.refused or style.dialect not in (2, 3) or style.framed
+    if unusual or graph.fetched is None or not graph.size or edited.root != graph.root:
+        return None
+    # A string that the pickle took only once has one parent; an added one must get one.
+    texts: dict[Ref, str] = {}
+    used: set[Ref] = set()
+    for ref in compress(range(count), map(is_not, olds, news)):
+        old, new = olds[ref], news[ref]
+        before, after = children(old), children(new)
+        if type(old) is not type(new) or len(before) != len(after) or not before or own_value(old) != own_value(new):
+            return None
+        for one, other in zip(before, after):
+            if one == other:
+                continue
+            text = news[other]
+            if other < count or other in used or type(text) is not str or type(olds[one]) is not str:
+                return None
+            used.add(other)
+            texts[one] = text
+    if len(texts) != len(used) or not graph.fetched.isdisjoint(texts):
+        return None
+    edited.cache[_RESPELLED] = graph, dict(texts)
+    pieces: list[bytes] = []
+    at = 0
+    for ref, offset in zip(*graph.texts):
+        text = texts.pop(ref, None)
+        if text is not None:
+            raw = text.encode("utf-8", "surrogatepass")
+            pieces += (original[at : offset + 1], _length(len(raw)), raw)
+            at = offset + _TEXT_HEAD + _u32(original, offset + 1)[0]
+    return None if texts else b"".join([*pieces, original[at : graph.size]])

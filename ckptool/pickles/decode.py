@@ -294,5 +294,5 @@ def _graph(machine: Machine, root: Ref) -> Graph:
     texts, offsets = machine.texts
     if machine.start:
         offsets = array("Q", [offset - machine.start for offset in offsets])
-    oddities = tuple(machine.oddities)
-    return Graph(nodes, root, style, machine.refused, oddities, machine.filled_at, (texts, offsets), machine.fetched)
+    common = root, style, machine.refused, tuple(machine.oddities), machine.filled_at
+    return Graph(nodes, *common, (texts, offsets), machine.fetched, machine.pos - machine.start)

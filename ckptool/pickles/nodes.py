@@ -274,6 +274,7 @@ class Graph:
     ``texts``      the references of strings, and the offsets in bytes of their BINUNICODE within the pickle;
     ``fetched``    the references that the pickle took again, from its memo or by DUP; None if unknown; any other node
                    has at most one parent, unless it is a number, a bool, None or ``()``;
+    ``size``       the number of bytes of the pickle, up to and with STOP; 0 if the graph was not decoded;
     ``cache``      results of readers about single nodes, by a name and the reference; not part of the graph.
 
     A graph is never changed: ``edited`` returns another one.
@@ -289,6 +290,7 @@ class Graph:
         filled_at: Mapping[Ref, int] | None = None,
         texts: tuple[Sequence[Ref], Sequence[int]] = ((), ()),
         fetched: AbstractSet[Ref] | None = None,
+        size: int = 0,
     ) -> None:
         self.nodes: Final = nodes
         self.root: Final = root
@@ -298,6 +300,7 @@ class Graph:
         self.filled_at: Final[Mapping[Ref, int]] = filled_at or {}
         self.texts: Final = texts
         self.fetched: Final = fetched
+        self.size: Final = size
         self.cache: Final[dict[tuple[str, Ref], Any]] = {}
         self._index: defaultdict[type, list[Ref]] | None = None
         self._strings: frozenset[str] | None = None

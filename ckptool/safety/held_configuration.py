@@ -77,8 +77,7 @@ def may_be_configuration(strings: Collection[str]) -> bool:
 
 
 def _may_be_text(text: str) -> bool:
-    known = _MARKS.search(text) or text.partition(".")[0] in word_lists()["acting_roots"]
-    return len(text) > _SHORT and bool(known)
+    return len(text) > _SHORT and bool(_MARKS.search(text) or text.partition(".")[0] in word_lists()["acting_roots"])
 
 
 def _value(node: Node) -> object:

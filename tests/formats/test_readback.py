@@ -216,6 +216,7 @@ def test_an_encoder_that_loses_something(
     real = encode
     with ckptool.open(inputs / job.source) as checkpoint:
         unedited = len(checkpoint.container.graph.nodes)
+    monkeypatch.setattr(repickled, "respelled", lambda *_: None)
     monkeypatch.setattr(
         repickled, "encode", lambda graph: real(graph if len(graph.nodes) == unedited else _worse(graph))
     )
@@ -335,7 +336,7 @@ def test_an_index_that_names_another_shard(inputs: Path, tmp_path: Path, monkeyp
 # -- in place --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["pickle", "directory", "encoder"])
+@pytest.mark.parametrize("where", ["pickle", "directory", "encoder", "respelled"])
 def test_an_edit_in_place_that_reads_otherwise(
     where: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,10 +354,16 @@ def test_an_edit_in_place_that_reads_otherwise(
 
     if where == "encoder":
         encode = repickled.encode
+        monkeypatch.setattr(repickled, "respelled", lambda *_: None)
         with ckptool.open(path) as checkpoint:
             whole = encode(checkpoint.graph)
         monkeypatch.setattr(
             repickled, "encode", lambda graph: data if (data := encode(graph)) == whole else encode(_worse(graph))
+        )
+    if where == "respelled":
+        respelled = repickled.respelled
+        monkeypatch.setattr(
+            repickled, "respelled", lambda *given: (respelled(*given) or b"").replace(b"epoch", b"epoxh", 1)
         )
     monkeypatch.setattr(in_place, "write_at", broken)
     with ckptool.open(path) as checkpoint, pytest.raises(ReadBackError) as caught:

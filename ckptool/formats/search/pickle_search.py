@@ -356,8 +356,9 @@ def _holds_nothing(archive: Archive, record: Record, storage: bool) -> bool:
     """Return whether a record is quickly seen to hold no pickle: nearly all have numbers, or a word for torch."""
     if not (record.size or record.compressed):
         return True
-    small = record.compressed <= 64 and not (_is_pickle_name(record.name) or code_kind(record.name, b""))
-    if record.method or record.flags & 1 or not (storage or small):
+    if record.method or record.flags & 1:
+        return False
+    if not storage and (record.compressed > 64 or _is_pickle_name(record.name) or code_kind(record.name, b"")):
         return False
     try:
         span = archive.payload(record)
