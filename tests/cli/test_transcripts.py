@@ -38,16 +38,8 @@ from ckptool.cli.render import say_error
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
 FILES = sorted(TRANSCRIPTS.glob("*.txt"))
 REALS = {item.path.name for item in REAL}
-CONVERTING = {
-    "--update-config",
-    "--key",
-    "--to-format",
-    "--allow-loss",
-    "--strict",
-    "--tied",
-    "--max-shard-size",
-    "--metadata",
-}
+CONVERTING = {"--update-config", "--key", "--to-format", "--allow-loss", "--strict", "--tied"}
+CONVERTING |= {"--max-shard-size", "--metadata"}
 UPDATE = bool(os.environ.get("CKPTOOL_UPDATE"))
 
 #: What decides how text is laid out, and what a variable of the user's must not change.

@@ -309,15 +309,8 @@ def test_a_folder_is_searched_by_content(tree: Path, validate: Validate) -> None
     claims += [programs[0], "t/others/model.gguf", "t/others/model.safetensors", *programs[1:]]
     assert found_in(validate, "t") == claims
     statuses = [json.loads(line)["status"] for line in validate("t", "--format", "jsonl")[1].splitlines()]
-    assert [status for status in statuses if status != "skipped"] == [
-        "valid",
-        "invalid",
-        "unreadable",
-        "unreadable",
-        "unreadable",
-        "unreadable",
-        *(["valid"] * 6),
-    ]
+    told = [status for status in statuses if status != "skipped"]
+    assert told == ["valid", "invalid", *["unreadable"] * 4, *["valid"] * 6]
     for path in claims[-5:]:
         (tree / path).unlink()
     assert validate("t/others")[0] == 3

@@ -195,18 +195,8 @@ def test_plain_names_are_no_scales(tmp_path: Path) -> None:
     vectors = ("a.scale", "a.scales", "norm.weight_scale", "norm.zero", "c.bias", "attn.input_scale")
     state = {**PLAIN, "a.weight": floats(4, 4), **{name: floats(4) for name in vectors}, "c.weight": codes(4, 4)}
     state |= {"b.weight": floats(4, 4).to(torch.float8_e4m3fn), "ids": torch.arange(4, dtype=torch.int32)}
-    others = (
-        "attn.W_q",
-        "attn.W_k",
-        "emb",
-        "emb.absmax",
-        "attn.absmax",
-        "t",
-        "t_scale_inv",
-        "vq.codes",
-        "vq.codebooks",
-    )
-    state |= {name: floats(4, 4) for name in others}
+    others = ("attn.W_q", "attn.W_k", "emb", "emb.absmax", "attn.absmax", "t", "t_scale_inv")
+    state |= {name: floats(4, 4) for name in (*others, "vq.codes", "vq.codebooks")}
     path, out = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     save_file(state, path)
     said = say("cast", path, "--to-dtype", "bf16", "-o", out)

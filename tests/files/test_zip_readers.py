@@ -34,18 +34,8 @@ from ckptool.formats.torch.zip_reader import read
 
 PICKLE = dumped({"w": TENSOR})
 #: Names under the folder that a reader may find in the place of another.
-NAMES = (
-    "data.pkl",
-    "DATA.PKL",
-    "data/0",
-    "Data/0",
-    "data/\u00e9",
-    "data/\u00c9",
-    "version",
-    ".data/version",
-    "byteorder",
-)
-NAMES += (".storage_alignment", ".format_version", "data.p\u212al", "data/0\0x", "data/0/", "data\\0", "x" * 510)
+NAMES = ("data.pkl", "DATA.PKL", "data/0", "Data/0", "data/\u00e9", "data/\u00c9", "version", "byteorder", "data/0\0x")
+NAMES += (".data/version", ".storage_alignment", ".format_version", "data.p\u212al", "data/0/", "data\\0", "x" * 510)
 CONTENTS = (PICKLE, FLOATS, FLOATS[::-1], b"3\n", b" 4 ", b"99\n", b"little", b"big", b"64", b"xx", b"", b"0", b"-1")
 
 

@@ -104,16 +104,14 @@ def tensors(draw: Any) -> list[tuple[str, object]]:
 
 def checkpoint(more: list[tuple[str, object]]) -> tuple[object, ...]:
     """Tensors enough to fill the small memo numbers, then these, then dicts of one pair."""
-    first = [
-        (f"first.{n}", Tensor(Storage(str(n), "".join(("cuda:", "0")), 4), 0, (4,), False, Hooks()))
-        for n in range(_FIRST)
-    ]
-    modules = {f"module.{n}": {"version": 1} for n in range(3)} | {
-        "odd": {"version": 2},
-        "none": {},
-        "two": {1: 2, 3: 4},
-    }
-    return OrderedDict([*first, *more]), modules
+    modules: dict[str, object] = {f"module.{n}": {"version": 1} for n in range(3)}
+    modules |= {"odd": {"version": 2}, "none": {}, "two": {1: 2, 3: 4}}
+    return OrderedDict([*[(f"first.{n}", usual(n)) for n in range(_FIRST)], *more]), modules
+
+
+def usual(number: int) -> Tensor:
+    """A tensor with a device of its own, as on a GPU."""
+    return Tensor(Storage(str(number), "".join(("cuda:", "0")), 4), 0, (4,), False, Hooks())
 
 
 @contextmanager
@@ -141,17 +139,8 @@ def outcome(data: bytes) -> object:
         graph, end, _ = decode(data)
     except PickleError as error:
         return type(error), error.what, error.offset, [told(node) for node in error.seen]
-    style = graph.style
-    about = (
-        style.forms,
-        style.unmemoized,
-        style.memoized,
-        style.batches,
-        style.discarded,
-        style.memo_base,
-        graph.refused,
-        graph.oddities,
-    )
+    kept = ("forms", "unmemoized", "memoized", "batches", "discarded", "memo_base")
+    about = [getattr(graph.style, name) for name in kept], graph.refused, graph.oddities
     return graph.root, end, [told(node) for node in graph.nodes], about, encode(graph)
 
 
@@ -234,9 +223,7 @@ MODULES = written([[f"{n} of many" for n in range(300)], {f"module.{n}": {"versi
 
 def test_tensors_and_metadata_are_phrases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else this file would compare the loops with themselves."""
-    more: list[tuple[str, object]] = [
-        (f"more.{n}", Tensor(Storage(str(n), "".join(("cuda:", "0")), 4), 0, (4,), False, Hooks())) for n in range(20)
-    ]
+    more: list[tuple[str, object]] = [(f"more.{n}", usual(n)) for n in range(20)]
     patterns, pairs = phrases_in(written(checkpoint(more)), monkeypatch)
     assert patterns >= 30
     assert pairs >= 2
