@@ -40,6 +40,7 @@ COMMANDS = (
     Command("strip-module"), Command("add-module"), Command("remap --to cpu"),
     Command("rename", ("--rename", "module.*=net.*")),
     Command("extract", ("state_dict",), on=".wrapped"), Command("drop", (_GLOB,)), Command("edit", ("--keep", _GLOB)),
+    Command("set", ("epoch=3",), on=".wrapped"),
     Command("edit --strip-module --to cpu"), Command("merge", (_TWIN,)), Command("slim"),
     Command("slim --dedupe"), Command("redact --redact all"), Command("sanitize"),
     Command("salvage", on=".cut", code=1),

@@ -8,8 +8,8 @@ from typing import Final
 TORCH: Final = (".pt", ".pth", ".ckpt", ".bin", ".th", ".pth.tar")
 SAFETENSORS: Final = ".safetensors"
 WEIGHTS: Final = (*TORCH, SAFETENSORS)
-#: Also programs with weights: mobile models, torch.export and TorchServe.
-CHECKPOINTS: Final = (*WEIGHTS, ".ptl", ".pt2", ".mar")
+#: Also GGUF, and programs with weights: mobile models, torch.export and TorchServe.
+CHECKPOINTS: Final = (*WEIGHTS, ".gguf", ".ptl", ".pt2", ".mar")
 ARCHIVES: Final = (".zip", ".tar", ".tar.gz", ".tgz")
 #: Files that programs unpickle.
 PICKLES: Final = (".pkl", ".pickle", ".p", ".joblib", ".dill", ".npy", ".npz", ".dat", ".data", ".model")

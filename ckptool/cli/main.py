@@ -48,11 +48,11 @@ GROUPS: Final = {
         "lock": ("locks", "lock", "Record what a checkpoint holds, for validate --lock."),
     },
     "Edit": {
-        **_edits("strip-module", "add-module", "rename", "remap", "extract", "drop", "slim", "cast", "resize"),
+        **_edits("strip-module", "add-module", "rename", "remap", "extract", "drop", "set", "slim", "resize"),
         "edit": ("edits", "edit", "Apply several edits in one pass."),
     },
     "Combine and convert": {
-        **_edits("merge", "average", "dequantize"),
+        **_edits("merge", "average", "cast", "dequantize"),
         "convert": ("edits", "convert", "Write the same checkpoint in another format."),
     },
     "LoRA": _edits("lora merge", "lora convert", "lora extract", "lora resize"),

@@ -7,7 +7,7 @@ from contextlib import suppress
 from math import inf, nan
 from typing import Final
 
-from ..base.errors import RefusedError, TargetError
+from ..base.errors import RefusedError, TargetError, UnreadableError
 from ..base.globs import REGEX, Glob, Globs, Patterns, is_pattern, split_globs
 from ..base.steps import command, suggested_output, tree_step
 from ..base.text import cut, join_limited, pluralize
@@ -17,11 +17,14 @@ from ..checkpoint.objects import class_name, mapping
 from ..checkpoint.paths import entries as entries_of
 from ..checkpoint.paths import joined
 from ..checkpoint.selection import TEXTS, dotted, lookup, new_key, selected, slot, text_names
+from ..files.archives import read_bytes
 from ..formats.opening import takes_path
 from ..pickles.nodes import Graph, Ref
 
 Scalar = bool | int | float | str | None
 
+#: The most bytes of a text from a file.
+_LONGEST_TEXT: Final = 16 << 20
 #: Python's spellings of constants that JSON spells differently.
 _PYTHON: Final = {"True": True, "False": False, "None": None, "nan": nan, "inf": inf, "-inf": -inf}
 
@@ -352,8 +355,21 @@ def _with_text(checkpoint: Checkpoint, key: str, name: str, value: Scalar) -> Ch
 
 
 def set_spelled(checkpoint: Checkpoint, key: str, text: str) -> Checkpoint:
-    """Set the entry at a path to the scalar that a text spells; a text of a header is set to the text itself."""
+    """Set the entry at a path to the scalar that a text spells; a text of a header is set to the text itself.
+
+    ``@FILE`` is the text of a file, and ``@@`` begins a text with @.
+    """
+    if text.startswith("@"):
+        return set_entry(checkpoint, key, text[1:] if text[1:2] == "@" else _text_of(text[1:]))
     return set_entry(checkpoint, key, as_scalar(text) if text_names(checkpoint, key) is None else text)
+
+
+def _text_of(path: str) -> str:
+    try:
+        return read_bytes(path, _LONGEST_TEXT).decode("utf-8")
+    except (UnreadableError, UnicodeDecodeError) as error:
+        what = getattr(error, "what", "it is not UTF-8")
+        raise TargetError(what, path=path, next="a string that begins with @ is written with @@") from error
 
 
 def parse_globs(text: str) -> tuple[str, ...]:

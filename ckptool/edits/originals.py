@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from math import prod
-from typing import Final
 
 from ..base.dtypes import BY_NAME, is_block
 from ..base.errors import RefusedError
@@ -17,12 +16,10 @@ from ..checkpoint.survey import TensorEntry
 from ..files.sources import Computed
 from ..pickles.nodes import Ref
 from ..values.dequantized import Dequantization, dequantized, rearranged
-from ..values.elements import storage_reader
+from ..values.elements import storage_reader, swapped
 from ..values.torch.adapters import StoredTensor
 from .adapter_settings import vector
 from .recompute import Recomputation, refuse_blocks
-
-_FLOAT: Final = BY_NAME["float32"]
 
 
 def with_originals(checkpoint: Checkpoint) -> Checkpoint:
@@ -32,51 +29,41 @@ def with_originals(checkpoint: Checkpoint) -> Checkpoint:
     plain tensors keep their bytes. Tensors whose original is not known keep their names. Raise RefusedError if the gguf
     package is missing or does not dequantize a type, or for big-endian blocks.
     """
-    found = quantization(checkpoint)
-    work = Recomputation(checkpoint)
+    found, work = quantization(checkpoint), Recomputation(checkpoint)
     refuse_blocks(checkpoint, found)
     known, kept, left = checkpoint.container.originals(), list[str](), list[str]()
     entries = {entry.ref: entry for entry in work.checkpoint.survey.tensors if entry.state_dict >= 0}
     for state_dict in work.checkpoint.survey.state_dicts:
-        items = list[tuple[Ref, Ref]]()
+        items = dict[str, tuple[Ref, Ref]]()
         for name, ref in mapping(work.checkpoint.graph, state_dict.ref) or ():
             entry = entries.get(ref)
             if entry is None:
                 left.append(str(work.checkpoint.graph.nodes[name]))
                 continue
-            if entry.key not in known:
-                kept.append(entry.key)
+            kept += [entry.key] if entry.key not in known else []
             for original in known.get(entry.key, (Original(entry.key),)):
-                items.append((work.editor.text(name, original.name), _made(work, entry, original)))
-        _refuse_twice(work, items)
-        work.editor.refill(state_dict.ref, items)
+                if original.name in items:
+                    what = f"two tensors would be called {quoted(original.name)}"
+                    raise RefusedError(what, path=checkpoint.path)
+                items[original.name] = work.editor.text(name, original.name), _made(work, entry, original)
+        work.editor.refill(state_dict.ref, [*items.values()])
     number = len(found.weights)
     what = "tensors get the names and the order from before their conversion"
-    if number:
-        what = f"{pluralize(number, 'weight')} turned back into float32 ({found.words})"
+    what = f"{pluralize(number, 'weight')} turned back into float32 ({found.words})" if number else what
     notes = [f"names of GGUF kept, because no table has them: {join_limited(kept, most=4)}"] if kept else []
     notes += [f"metadata left out: {join_limited(left, most=3)}"] if left else []
     return work.done([Change("dequantize", "", number, 0, what, tuple(notes))])
 
 
-def _refuse_twice(work: Recomputation, items: Sequence[tuple[Ref, Ref]]) -> None:
-    names = [str(work.editor.node(name)) for name, _ in items]
-    if len({*names}) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise RefusedError(f"two tensors would be called {quoted(twice)}", path=work.checkpoint.path)
-
-
 def _made(work: Recomputation, entry: TensorEntry, original: Original) -> Ref:
     """Return the tensor, with other values or in another order if its original had these."""
-    tensor = entry.tensor
-    block = is_block(tensor.dtype)
+    tensor, shape, block = entry.tensor, entry.tensor.shape, is_block(entry.tensor.dtype)
     if not (block or original.heads or original.added or original.part >= 0):
         return entry.ref
     stored = StoredTensor(entry.path, storage_reader(work.checkpoint, tensor.storage), vector(tensor))
-    shape = tensor.shape
     if original.part >= 0:
         stored, shape = stored.rows(original.part, 1), shape[1:]
-    dtype = _FLOAT if block or original.added else BY_NAME[tensor.dtype]
+    dtype = BY_NAME["float32" if block or original.added else tensor.dtype]
     size, width = prod(shape) * dtype.itemsize, work.width(dtype)
     if block or original.added:
         numbers: Mapping[str, float] = {"heads": original.heads, "added": original.added}
@@ -88,6 +75,4 @@ def _made(work: Recomputation, entry: TensorEntry, original: Original) -> Ref:
 
 
 def _in_order(stored: StoredTensor, heads: int, width: int) -> Iterator[bytes]:
-    from ..values.elements import swapped
-
     return (swapped(data, width) for data in rearranged(stored, heads))

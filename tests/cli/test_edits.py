@@ -81,7 +81,7 @@ class Case:
 
     def text(self, parameter: Parameter) -> str:
         """Return the value of a parameter."""
-        return TEXTS[parameter.name]
+        return "epoch=@names.json" if parameter.step == "set" else TEXTS[parameter.name]
 
     def together(self) -> list[str]:
         """Return the same as an option of ``edit``."""

@@ -45,6 +45,7 @@ LINES = {
     "remap": ["PATH --to cuda:3 --include-cpu --strings --dry-run"],
     "extract": ["PATH state_dict --dry-run"],
     "drop": ["PATH '*.bias' --dry-run", "PATH '*.bias' --in-place --reclaim --dry-run"],
+    "set": ["PATH epoch=1 --dry-run"],
     "slim": ["PATH --for inference --dedupe --dry-run"],
     "cast": ["PATH --to-dtype bf16 --dry-run"],
     "dequantize": ["PATH --dry-run"],

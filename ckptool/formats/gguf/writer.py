@@ -5,10 +5,11 @@ Entries that no edit changed are copied with their types. A changed value keeps 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from struct import Struct, error
 from typing import Any, Final, cast
 
-from ...base.errors import RefusedError
+from ...base.errors import MalformedError, RefusedError
 from ...base.records import NamedTuple
 from ...base.steps import command, suggested_output
 from ...base.text import quoted
@@ -113,7 +114,10 @@ def _piece(checkpoint: Checkpoint, name: str, tensor: Tensor) -> Piece:
     if body is None or not whole or not is_contiguous(tensor) or tensor.dtype not in _TYPES:
         what = f"llama.cpp writes the values of GGUF, and the edit changes those of {quoted(name)}"
         step = command("convert", checkpoint.path, output=suggested_output(checkpoint.path, "plain", ".safetensors"))
-        raise RefusedError(what, path=checkpoint.path, next=step)
+        with suppress(MalformedError):  # then convert would fail
+            checkpoint.container.originals()
+            raise RefusedError(what, path=checkpoint.path, next=step)
+        raise RefusedError(what, path=checkpoint.path)
     return body.piece
 
 
