@@ -413,7 +413,7 @@ class PrivateReports(TypedDict):
 @paths
 @step_option("redact")
 @choosing
-@writing
+@writing_in_place
 def redact(paths: tuple[str, ...], redact: tuple[str, ...], only: Globs, how: Writing, typed: object) -> int:
     """Find what a published file should not reveal, and remove what --redact names.
 
@@ -423,7 +423,7 @@ def redact(paths: tuple[str, ...], redact: tuple[str, ...], only: Globs, how: Wr
     from ..edits.redact import KINDS, parse_kinds
 
     if not redact:
-        if how.output is not None or how.out_dir is not None:
+        if how.output is not None or how.out_dir is not None or how.in_place:
             raise click.UsageError(f"Say what to remove: --redact all, or some of {', '.join(KINDS)}.")
         style = "quiet" if how.quiet else how.style
         return run_each(FileCommand("redact", style, partial(_list, only=only, style=style)), paths, Workers())

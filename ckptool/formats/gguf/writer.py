@@ -9,6 +9,7 @@ from contextlib import suppress
 from struct import Struct, error
 from typing import Any, Final, cast
 
+from ...base.dtypes import BY_NAME
 from ...base.errors import MalformedError, RefusedError
 from ...base.records import NamedTuple
 from ...base.steps import command, suggested_output
@@ -65,8 +66,7 @@ def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
 def promise(checkpoint: Checkpoint, target: Target) -> Promise:
     """Promise the metadata, and the names, dtypes and shapes of the tensors."""
     output, container = _output(checkpoint), checkpoint.container
-    facts = ((name, TENSOR_TYPES[_TYPES[tensor.dtype]], tensor) for name, tensor, _ in output.tensors)
-    tensors = [(name, dtype, tensor.shape, tensor_size(tensor)) for name, dtype, tensor in facts]
+    tensors = [(name, BY_NAME[tensor.dtype], tensor.shape, tensor_size(tensor)) for name, tensor, _ in output.tensors]
     manifest = {name: (dtype.name, shape) for name, dtype, shape, _ in tensors}
     graph = object_of(output.values, tensors)
     return Promise("gguf", graph, manifest=manifest, byteorder=container.byteorder)
