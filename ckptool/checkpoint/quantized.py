@@ -20,6 +20,7 @@ from ..base import toml
 from ..base.addresses import is_remote
 from ..base.dtypes import BY_NAME, is_block
 from ..base.errors import CkptoolError, RefusedError
+from ..base.lazy import table
 from ..base.records import NamedTuple
 from ..base.text import join_limited, quoted, words
 from ..files.archives import parsed_object, read_bytes
@@ -45,28 +46,15 @@ _DTYPES: Final = {
     **{"floats": _FLOATS, "exponents": _EXPONENTS, "scales": _FLOATS | _EXPONENTS},
 }
 _STATE: Final = ".quant_state.bitsandbytes__"
-#: Ends of names that no plain tensor has: parts of a quantized weight even where its code is missing.
-_MARKS: Final = tuple(words(".SCB .quant_map .nested_absmax .nested_quant_map .qzeros .g_idx .weight_scale_inv"))
-#: Ends of names that are parts of a weight in a quantized model, and may be anything in a plain one.
-_PARTS: Final = tuple(
-    words(
-        ".weight_scale .weight_scale_2 .weight_zero_point .weight_g_idx .weight_shape .weight_global_scale .scales"
-        " .weight_scales _scales ._scale _qdata .scale_weight .absmax _scale_inv .Qidxs"
-    )
-)
-#: Ends of names of scales of activations, and of other tensors beside the weights of a quantized model.
-_BESIDE: Final = tuple(
-    words(
-        ".input_scale .output_scale .input_scale_ub .input_global_scale .input_zero_point .output_zero_point .k_scale"
-        " .v_scale .q_scale .kv_scale .prob_output_scale .weight_format .scale_input .activation_scale"
-        " .comfy_quant .pre_quant_scale scaled_fp8"
-    )
-)
+#: Ends of names: of parts of a weight in any model, and in a quantized one, and of other tensors in a quantized model.
+_MARKS, _PARTS, _BESIDE = (tuple(words(" ".join(lines[1:]))) for lines in table("checkpoint/quantized_names").values())
 _OF_HEADS: Final = (".q_scale", ".k_scale", ".v_scale")
 #: The problem of a format that is recognised, and whose layout is not in the table.
 UNKNOWN_LAYOUT: Final = "its layout is not known"
 #: The classes of torchao whose codes are in rows, as they are.
 _TORCHAO: Final = frozenset(("Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor"))
+#: 1 / 127 in float32.
+_ONE_127TH: Final = 0.007874015718698502
 #: The most bytes of a tensor that holds a shape or a state.
 _TINY: Final = 1 << 16
 
@@ -156,7 +144,8 @@ class _Case:
         self.remote = search.remote
 
     def shape(self, end: str) -> Shape:
-        return self.tensors[end].shape
+        """Return the shape of a part; () for one that is absent."""
+        return self.tensors[end].shape if end in self.tensors else ()
 
     def end(self, part: str) -> str:
         return next(end for end in self.tensors if part in end)
@@ -275,14 +264,25 @@ def _packed(case: _Case) -> Plain:
         may = " or ".join(f"{n} bits{'' if dense else ' padded to words'}" for n, dense in ways)
         return Plain(shape, f"its codes may have {may}", "", of)
     (bits, dense), known = ways[0] if ways else (0, True), f"compressed-tensors int{ways[0][0]}" if ways else ""
-    fits = bool(ways) and prod(shape[:-1]) == prod(rows)
-    return _fitting(case, "", shape, fits, known, of, bits=bits, dense=dense)
+    outputs, scale, zero = prod(rows), case.shape(".weight_scale"), ".weight_zero_point"
+    of_zero = -(-outputs * bits // 32), scale[-1] if prod(scale) > 1 else 1
+    misfit = None
+    if not ways or prod(shape[:-1]) != outputs:
+        misfit = ""
+    elif prod(scale) > 1 and scale[:-1] != (*rows,):
+        misfit = ".weight_scale"
+    elif zero in case.tensors and case.shape(zero) != of_zero:
+        misfit = zero
+    return _fitting(case, misfit or "", shape, misfit is None, known, of, bits=bits, dense=dense)
 
 
 def _pairs(case: _Case, group: int = 32) -> Plain:
     """Two codes in a byte, with a scale for each group of codes in a row."""
     *rows, width = case.code or (0,)
     end = next((each for each in (".weight_scale", "_scale") if each in case.tensors), "") or case.end("scale")
+    of_all = (each for each in (".weight_global_scale", ".weight_scale_2") if prod(case.shape(each)) != 1)
+    if other := next(of_all, ""):
+        return _fitting(case, other, (*rows, 2 * width), False)
     fits = case.shape(end) == (*rows, -(-2 * width // group))
     return _fitting(case, end, (*rows, 2 * width), fits, group=group)
 
@@ -293,10 +293,9 @@ def _blocks(case: _Case) -> Plain | None:
         return None
     *rows, groups, width = case.code
     end, inputs = case.end("scales"), groups * width * 2
-    shape = (*rows[:-1], inputs, rows[-1]) if end == "_scales" else (*rows, inputs)
-    turned = end == "_scales"
-    if turned and len(case.code) != 4:
+    if (turned := end == "_scales") and len(rows) != 2:
         return Plain(None, UNKNOWN_LAYOUT)
+    shape = (rows[0], inputs, rows[1]) if turned else (*rows, inputs)
     return _fitting(case, end, shape, case.shape(end) == case.code[:-1], group=2 * width, turned=turned)
 
 
@@ -305,18 +304,22 @@ def _scaled(case: _Case, *blocks: Any) -> Plain:
     end, code = case.end("scale"), case.code
     scale, method = case.shape(end), str(case.config.get("quant_method", "")).replace("fp8", "").strip("_-")
     known = f"{method} {'int8' if case.dtype == 'int8' else 'FP8'}".strip()
+    zero = next((each for each in case.tensors if each.endswith("zero_point")), "")
     # compressed-tensors multiplies in the dtype of the scale; modelopt rounds the scale to the dtype of the model.
     own = case.tensors[end].dtype in _FLOATS and ("compressed" in method or "quark" in method)
-    of = case.tensors[end].dtype if own else ""
+
+    def fitting(each: str, **numbers: Any) -> Plain:
+        numbers["round_scale"] = "modelopt" in method
+        fits, of = not zero or prod(case.shape(zero)) == prod(scale), case.tensors[end].dtype if own else ""
+        return _fitting(case, zero or end, code, fits, f"{known} with {each}", of, **numbers)
+
     scale = scale[::2] if len(scale) == 4 and scale[1::2] == (1, 1) and len(code) == 2 else scale  # of modelopt
-    first = {"round_scale": "modelopt" in method}
     # The first dimensions have a scale each, and the others share it: none, the experts or filters, or the rows.
     shared = (n for n in range(len(code)) if scale[:n] == code[:n] and prod(scale[n:]) == 1)
     if (count := next(shared, None)) is not None:
         high = prod(code[count:-1])
         each = "a scale for each channel" if count == len(code) - 1 else "a scale for each slice"
-        each = each if count else "one scale for each weight"
-        return Plain(code, "", f"{known} with {each}", of, {"block": (high, 0), "outputs": high, **first})
+        return fitting(each if count else "one scale for each weight", block=(high, 0), outputs=high)
     given = [*blocks, *values_of(case.config, "weight_block_size", "block_structure")]
     given = [[int(n) for n in re.findall(r"\d+", size)] if isinstance(size, str) else size for size in given]
     if len(scale) == len(code) >= 2 and scale[:-2] == code[:-2] and 0 not in scale:
@@ -324,8 +327,7 @@ def _scaled(case: _Case, *blocks: Any) -> Plain:
         sizes = [*given, (128, 128), (code[-2] // scale[-2], code[-1] // scale[-1]) if even else None]
         for block in (size for size in sizes if isinstance(size, list | tuple) and len(size) == 2):
             if all(type(n) is int and n > 0 and -(-c // n) == s for n, c, s in zip(block, code[-2:], scale[-2:])):
-                numbers = {"block": tuple(block), **first}
-                return Plain(code, "", f"{known} with {block[0]}x{block[1]} block scales", of, numbers)
+                return fitting(f"{block[0]}x{block[1]} block scales", block=tuple(block))
     return _fitting(case, end, code, False, known)
 
 
@@ -334,10 +336,9 @@ def _torchao(case: _Case) -> Plain:
     described = parsed_object(str(case.checkpoint.container.metadata.get(case.name, ""))) or {}
     kind = str(described.get("_type", ""))
     native = next((each.get("_data") for each in values_of(described, "dtype") if isinstance(each, dict)), "")
-    if kind in _TORCHAO and "_scale" not in case.tensors:
-        return Plain(None, "scale is missing", f"torchao {kind}")
     if kind in _TORCHAO:
-        plain = _scaled(case, *values_of(described, "block_size"))
+        held = "_scale" in case.tensors
+        plain = _scaled(case, *values_of(described, "block_size")) if held else Plain(None, "scale is missing")
         return plain._replace(format=f"torchao {kind}", dtype=str(native))
     shape = case.code if case.dtype == "int8" or case.dtype in _FP8 else None
     shape = (*case.code[:-1], 2 * case.code[-1]) if kind == "Int4Tensor" else shape
@@ -346,9 +347,11 @@ def _torchao(case: _Case) -> Plain:
 
 
 def _rows(case: _Case) -> Plain:
+    """bitsandbytes: code * maximum of the row * 1/127 (``int8_vectorwise_dequant``)."""
     if any(case.numbers(".weight_format")):
         return Plain(case.code, "its weight_format is a layout of GPU kernels")
-    return _fitting(case, ".SCB", case.code, len(case.code) == 2 and case.shape(".SCB") == case.code[:1])
+    fits = len(case.code) == 2 and case.shape(".SCB") == case.code[:1]
+    return _fitting(case, ".SCB", case.code, fits, block=(1, 0), factor=_ONE_127TH)
 
 
 _FUNCTIONS: Final[Mapping[str, Callable[[_Case], Plain | None]]] = {

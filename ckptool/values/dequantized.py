@@ -34,8 +34,6 @@ _ALIKE: Final = 16
 _E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 #: Where in a word of AWQ its eight outputs begin, in bits.
 _AWQ: Final = b"".join((4 * place).to_bytes(4, "little") for place in (0, 4, 1, 5, 2, 6, 3, 7))
-#: 1 / 127 in float32 (bitsandbytes, ``int8_vectorwise_dequant``).
-_ONE_127TH: Final = 0.007874015718698502
 _SCALES: Final = ("weight_scale_inv", "scale_inv", "weight_scale", "scale_weight", "scales", "scale", "SCB")
 
 
@@ -117,9 +115,9 @@ def _stored(xp: Arrays, how: Dequantization, values: Any) -> bytes:
     return data
 
 
-def _floats(xp: Arrays, how: Dequantization, part: StoredTensor, dtype: str = "") -> Any:
+def _floats(xp: Arrays, how: Dequantization, part: StoredTensor) -> Any:
     """Return all values of a part as float32; raise RefusedError if one is not finite."""
-    dtype = dtype or part.view.dtype
+    dtype = part.view.dtype
     # Exponents are stored as bytes where a library has no dtype for them.
     values = xp.floats(part.values, "float8_e8m0fnu" if dtype == "uint8" else dtype)
     return _finite(xp, how, values, part.name)
@@ -130,12 +128,6 @@ def _finite(xp: Arrays, how: Dequantization, values: Any, name: str) -> Any:
     if not xp.is_finite(values):
         raise RefusedError(f"{quoted(name)} is not finite", path=how.code.storage.path)
     return values
-
-
-def _misfit(how: Dequantization, part: StoredTensor) -> RefusedError:
-    shape = list(part.view.shape)
-    what = f"{quoted(part.name)} of shape {shape} and dtype {part.view.dtype} does not fit {quoted(how.name)}"
-    return RefusedError(what, path=how.code.storage.path)
 
 
 def _rows(part: StoredTensor, width: int, most: int = _STEP) -> Iterator[tuple[int, bytes]]:
@@ -208,11 +200,9 @@ def _by_tables(xp: Arrays, how: Dequantization, grid: _Grid) -> Iterator[bytes]:
 
 
 def _scaled(xp: Arrays, how: Dequantization) -> Iterator[Any]:
-    """(code - zero point) * scale, with one scale for each block of rows and columns."""
+    """(code - zero point) * scale, with one scale for each block of rows and columns, and * factor."""
     grid, (outputs, inputs) = _Grid.of(xp, how), _matrix(how)
-    zero = how.part("zero_point")
-    if zero is not None and zero.view.numel != how.scale.view.numel:
-        raise _misfit(how, zero)
+    zero, factor = how.part("zero_point"), how.numbers.get("factor")
     zeros = None if zero is None else xp.floats(zero.values, zero.view.dtype).reshape(grid.scales.shape)
     table = xp.floats(bytes(range(256)), how.code.view.dtype)
     for begin, data in _rows(how.code, inputs):
@@ -222,17 +212,8 @@ def _scaled(xp: Arrays, how: Dequantization) -> Iterator[Any]:
             each if each is None or grid.across == 1 else xp.repeat(each, grid.wide)[:, :inputs]
             for each in (grid.scales[at], None if zeros is None else zeros[at])
         )
-        yield (values if less is None else values - less) * scales
-
-
-def _int8(xp: Arrays, how: Dequantization) -> Iterator[Any]:
-    """bitsandbytes: code * maximum of the row * 1/127, two products in float32."""
-    maxima = _floats(xp, how, how.scale)
-    table = xp.floats(bytes(range(256)), "int8")
-    factor = xp.numbers([_ONE_127TH])
-    for begin, data in _rows(how.code, how.shape[1]):
-        values = xp.lookup(table, xp.codes(data)).reshape(-1, how.shape[1])
-        yield values * maxima[begin : begin + len(values)].reshape(-1, 1) * factor
+        values = (values if less is None else values - less) * scales
+        yield values if factor is None else values * xp.numbers([factor])
 
 
 # -- two codes in a byte -----------------------------------------------------------------------------------------------
@@ -242,7 +223,7 @@ def _nibbles(xp: Arrays, how: Dequantization) -> Iterator[Any]:
     """bitsandbytes: the table in the file times the maximum of a block of the flat order, high nibble first."""
     numel, block = prod(how.shape), how.numbers["blocksize"]
     absmax, lookup = how.named("absmax"), how.named("quant_map")
-    maxima = _floats(xp, how, absmax, "float32") if absmax.view.dtype != "uint8" else _nested(xp, how, absmax)
+    maxima = _nested(xp, how, absmax) if absmax.view.dtype == "uint8" else _floats(xp, how, absmax)
     table = [float(number) for number in _floats(xp, how, lookup)]
     pairs = xp.numbers([each for byte in range(256) for each in (table[byte >> 4], table[byte & 15])]).reshape(-1, 2)
     step = max(1, _STEP // block)
@@ -266,10 +247,7 @@ def _e2m1(xp: Arrays, how: Dequantization) -> Iterator[Any]:
     table = [*_E2M1, *(0.0 if factor is not None and not each else -each for each in _E2M1)]
     pairs = xp.numbers([each for byte in range(256) for each in (table[byte & 15], table[byte >> 4])]).reshape(-1, 2)
     group = how.numbers["group"]
-    part = how.part("_scales") or how.part("scales") or how.scale
-    scales = _floats(xp, how, part).reshape(-1, part.view.shape[-1])
-    if other := next((each for each in (divisor, factor) if each is not None and each.view.numel != 1), None):
-        raise _misfit(how, other)
+    scales = _floats(xp, how, how.scale).reshape(-1, how.scale.view.shape[-1])
     if divisor is not None:
         by = _floats(xp, how, divisor)
         if not float(by.reshape(-1)[0]):
@@ -277,7 +255,7 @@ def _e2m1(xp: Arrays, how: Dequantization) -> Iterator[Any]:
         scales = scales / by
     if factor is not None:
         scales = scales * _floats(xp, how, factor)
-    scales = _finite(xp, how, scales, part.name)
+    scales = _finite(xp, how, scales, how.scale.name)
     width = prod(how.code.view.shape) // max(len(scales), 1)
 
     def plain(codes: Any, scale: Any) -> Any:
@@ -322,20 +300,12 @@ def _packed(xp: Arrays, how: Dequantization) -> Iterator[Any]:
     """compressed-tensors: rows of codes with an offset; zero points are packed along the rows."""
     bits, inputs = how.numbers["bits"], how.shape[-1]
     half, dense = 1 << (bits - 1), how.numbers["dense"]
-    outputs = prod(how.shape[:-1])
-    scales = _floats(xp, how, how.part("weight_scale") or how.scale)
-    scale = how.part("weight_scale") or how.scale
-    groups = 1 if len(scales) == 1 else scale.view.shape[-1]
-    if len(scales) != 1 and scale.view.shape[:-1] != how.code.view.shape[:-1]:
-        raise _misfit(how, scale)
-    scales = scales.reshape(-1, groups)
-    zero, order = how.part("zero_point"), how.part("g_idx")
-    if zero is not None and zero.view.shape != (-(-outputs * bits // 32), groups):
-        raise _misfit(how, zero)
-    zeros = None
+    zero, order, scales = how.part("zero_point"), how.part("g_idx"), _floats(xp, how, how.scale)
+    groups = 1 if len(scales) == 1 else how.scale.view.shape[-1]
+    scales, zeros = scales.reshape(-1, groups), None
     if zero is not None:
         packed = xp.words(zero.values).reshape(-1, groups)
-        zeros = xp.as_float(fields(xp, packed, bits, outputs, dense=dense) - half)
+        zeros = xp.as_float(fields(xp, packed, bits, prod(how.shape[:-1]), dense=dense) - half)
     columns = _groups(xp, how, order, groups, inputs)
     width = how.code.view.shape[-1]
     for begin, data in _rows(how.code, 4 * width):
@@ -463,6 +433,6 @@ def _blocks(xp: Arrays, how: Dequantization) -> Iterator[Any]:
 
 
 _RULES: Final[Mapping[str, Callable[[Arrays, Dequantization], Iterator[Any]]]] = {
-    **{"scaled": _scaled, "bnb8": _int8, "bnb4": _nibbles, "nvfp4": _e2m1, "mxfp4": _e2m1},
+    **{"scaled": _scaled, "bnb4": _nibbles, "nvfp4": _e2m1, "mxfp4": _e2m1},
     **{"packed": _packed, "gptq": _turned, "awq": _turned, "gguf": _blocks},
 }
