@@ -16,6 +16,8 @@ _BYTES: Final = bytes(range(256))
 class Arrays(Protocol):
     """What both libraries do. Arrays support the operators of Python, slices, ``reshape`` and ``swapaxes``."""
 
+    _library: Any
+
     def codes(self, data: bytes) -> Any:
         """Return bytes as an array."""
 
@@ -30,6 +32,7 @@ class Arrays(Protocol):
 
     def indices(self, begin: int, end: int) -> Any:
         """Return the integers from ``begin`` to ``end``."""
+        return self._library.arange(begin, end)
 
     def lookup(self, table: Any, codes: Any) -> Any:
         """Return the number of the table, or both numbers of its row, for each code, in one dimension."""
@@ -45,18 +48,22 @@ class Arrays(Protocol):
 
     def rounded(self, array: Any, dtype: str) -> Any:
         """Round to a narrower dtype, ties to even, and widen again."""
+        return array if dtype == "float32" else self.floats(self.stored(array, dtype)[0], dtype).reshape(array.shape)
 
     def stored(self, array: Any, dtype: str) -> tuple[bytes, int]:
         """Return the elements in a dtype, and how many finite ones became infinite or NaN."""
 
     def is_finite(self, array: Any) -> bool:
         """Return whether all elements are finite."""
+        return bool(self._library.isfinite(array).all())
 
     def infinite(self, array: Any) -> int:
         """Return how many elements are infinite."""
+        return int(self._library.isinf(array).sum())
 
     def quiet(self) -> AbstractContextManager[Any]:
         """Return a context in which numbers that are too large cause no warning."""
+        return nullcontext()
 
 
 def arrays(path: str = "") -> Arrays:
@@ -65,18 +72,18 @@ def arrays(path: str = "") -> Arrays:
     return _Numpy(numpy) if numpy is not None else _Torch(need_torch("computing values, without numpy,", path))
 
 
-class _Numpy:
+class _Numpy(Arrays):
     def __init__(self, numpy: Any) -> None:
-        self._numpy = numpy
+        self._library = numpy
 
     def codes(self, data: bytes) -> Any:
-        return self._numpy.frombuffer(data, "u1")
+        return self._library.frombuffer(data, "u1")
 
     def words(self, data: bytes) -> Any:
-        return self._numpy.frombuffer(data, "<u4").astype("i8")
+        return self._library.frombuffer(data, "<u4").astype("i8")
 
     def floats(self, data: bytes, dtype: str) -> Any:
-        numpy = self._numpy
+        numpy = self._library
         if dtype == "bfloat16":
             return (numpy.frombuffer(data, "<u2").astype("u4") << 16).view("f4")
         if BY_NAME[dtype].itemsize == 1:
@@ -85,10 +92,7 @@ class _Numpy:
         return numpy.frombuffer(data, known[dtype]).astype("f4")
 
     def numbers(self, values: list[float]) -> Any:
-        return self._numpy.array(values, "f4")
-
-    def indices(self, begin: int, end: int) -> Any:
-        return self._numpy.arange(begin, end)
+        return self._library.array(values, "f4")
 
     def lookup(self, table: Any, codes: Any) -> Any:
         # Without "clip" the codes are checked, which takes longer than the lookup.
@@ -97,7 +101,7 @@ class _Numpy:
         return table.view("u8").reshape(-1).take(codes.reshape(-1), mode="clip").view("f4")
 
     def block_lookup(self, tables: bytes, codes: Any, wide: int) -> bytes:
-        numpy, rows = self._numpy, self._numpy.frombuffer(tables, "<u2").reshape(-1, 256)
+        numpy, rows = self._library, self._library.frombuffer(tables, "<u2").reshape(-1, 256)
         out = numpy.empty(codes.shape, "<u2")
         for number, table in enumerate(rows):
             columns = slice(number * wide, (number + 1) * wide)
@@ -105,16 +109,13 @@ class _Numpy:
         return bytes(out.data)
 
     def repeat(self, array: Any, times: int) -> Any:
-        return self._numpy.repeat(array, times, axis=1)
+        return self._library.repeat(array, times, axis=1)
 
     def as_float(self, array: Any) -> Any:
         return array.astype("f4")
 
-    def rounded(self, array: Any, dtype: str) -> Any:
-        return array if dtype == "float32" else self.floats(self.stored(array, dtype)[0], dtype).reshape(array.shape)
-
     def stored(self, array: Any, dtype: str) -> tuple[bytes, int]:
-        numpy, flat = self._numpy, self._numpy.ascontiguousarray(array)
+        numpy, flat = self._library, self._library.ascontiguousarray(array)
         if dtype == "float32":
             return flat.tobytes(), 0
         if dtype == "float16":
@@ -123,40 +124,32 @@ class _Numpy:
             return half.tobytes(), int(lost)
         return cast_elements(flat.reshape(-1).view("u1").data, "float32", dtype)
 
-    def is_finite(self, array: Any) -> bool:
-        return bool(self._numpy.isfinite(array).all())
-
-    def infinite(self, array: Any) -> int:
-        return int(self._numpy.count_nonzero(self._numpy.isinf(array)))
-
     def quiet(self) -> AbstractContextManager[Any]:
-        return cast("AbstractContextManager[Any]", self._numpy.errstate(all="ignore"))
+        return cast("AbstractContextManager[Any]", self._library.errstate(all="ignore"))
 
 
-class _Torch:
+class _Torch(Arrays):
     def __init__(self, torch: Any) -> None:
-        self._torch = torch
+        self._library = torch
 
     def codes(self, data: bytes) -> Any:
-        return self._torch.frombuffer(bytearray(data), dtype=self._torch.uint8)
+        return self._library.frombuffer(bytearray(data), dtype=self._library.uint8)
 
     def words(self, data: bytes) -> Any:
-        return self._torch.frombuffer(bytearray(data), dtype=self._torch.int32).long() & 0xFFFFFFFF
+        return self._library.frombuffer(bytearray(data), dtype=self._library.int32).long() & 0xFFFFFFFF
 
     def floats(self, data: bytes, dtype: str) -> Any:
-        return self._torch.frombuffer(bytearray(data), dtype=torch_dtype(self._torch, dtype)).float()
+        return self._library.frombuffer(bytearray(data), dtype=torch_dtype(self._library, dtype)).float()
 
     def numbers(self, values: list[float]) -> Any:
-        return self._torch.tensor(values, dtype=self._torch.float32)
-
-    def indices(self, begin: int, end: int) -> Any:
-        return self._torch.arange(begin, end)
+        return self._library.tensor(values, dtype=self._library.float32)
 
     def lookup(self, table: Any, codes: Any) -> Any:
         return table[codes.reshape(-1).long()].reshape(-1)
 
     def block_lookup(self, tables: bytes, codes: Any, wide: int) -> bytes:
-        torch, rows = self._torch, self._torch.frombuffer(bytearray(tables), dtype=self._torch.int16).reshape(-1, 256)
+        torch = self._library
+        rows = torch.frombuffer(bytearray(tables), dtype=torch.int16).reshape(-1, 256)
         out = bytearray(2 * codes.numel())
         result = torch.frombuffer(out, dtype=torch.int16).reshape(codes.shape)
         for number, table in enumerate(rows):
@@ -170,20 +163,8 @@ class _Torch:
     def as_float(self, array: Any) -> Any:
         return array.float()
 
-    def rounded(self, array: Any, dtype: str) -> Any:
-        return array.to(torch_dtype(self._torch, dtype)).float()
-
     def stored(self, array: Any, dtype: str) -> tuple[bytes, int]:
         flat = array.contiguous().reshape(-1)
         out = bytearray(4 * flat.numel())
-        self._torch.frombuffer(out, dtype=self._torch.float32).copy_(flat)
+        self._library.frombuffer(out, dtype=self._library.float32).copy_(flat)
         return (bytes(out), 0) if dtype == "float32" else cast_elements(bytes(out), "float32", dtype)
-
-    def is_finite(self, array: Any) -> bool:
-        return bool(self._torch.isfinite(array).all())
-
-    def infinite(self, array: Any) -> int:
-        return int(self._torch.isinf(array).sum())
-
-    def quiet(self) -> AbstractContextManager[Any]:
-        return nullcontext()

@@ -20,6 +20,7 @@ from ..base.text import pluralize, quoted
 from ..checkpoint.tensors import is_contiguous
 from .arrays import Arrays, arrays
 from .elements import elements, reblocked, swapped
+from .numeric import E2M1
 from .torch.adapters import StoredTensor
 
 #: Elements that are computed at once: they stay in the cache of a core.
@@ -30,8 +31,6 @@ _BLOCKS: Final = 1 << 18
 _KEPT: Final = 16 << 20
 #: The fewest rows of a block for which a table of products pays off.
 _ALIKE: Final = 16
-#: The values of E2M1, by code (OCP Microscaling Formats). modelopt has no negative zero.
-_E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 #: Where in a word of AWQ its eight outputs begin, in bits.
 _AWQ: Final = b"".join((4 * place).to_bytes(4, "little") for place in (0, 4, 1, 5, 2, 6, 3, 7))
 _SCALES: Final = ("weight_scale_inv", "scale_inv", "weight_scale", "scale_weight", "scales", "scale", "SCB")
@@ -244,7 +243,7 @@ def _nested(xp: Arrays, how: Dequantization, absmax: StoredTensor) -> Any:
 def _e2m1(xp: Arrays, how: Dequantization) -> Iterator[Any]:
     """MXFP4 and NVFP4: E2M1, low nibble first, times the scale of a group in the row."""
     divisor, factor = how.part("global_scale"), how.part("weight_scale_2")
-    table = [*_E2M1, *(0.0 if factor is not None and not each else -each for each in _E2M1)]
+    table = E2M1 if factor is None else [each or 0.0 for each in E2M1]  # modelopt has no negative zero
     pairs = xp.numbers([each for byte in range(256) for each in (table[byte & 15], table[byte >> 4])]).reshape(-1, 2)
     group = how.numbers["group"]
     scales = _floats(xp, how, how.scale).reshape(-1, how.scale.view.shape[-1])

@@ -30,6 +30,8 @@ _FLOAT8: Final = {
     "float8_e4m3fnuz": (4, 3, 8, "minus zero"),
     "float8_e8m0fnu": (8, 0, 127, "last"),
 }
+#: The values of float4_e2m1fn, by code (OCP Microscaling Formats).
+E2M1: Final = tuple(sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 _COMPLEX: Final = {"complex128": "float64", "complex64": "float32", "complex32": "float16", "bcomplex32": "bfloat16"}
 _BYTES: Final = frozenset(("uint8", "quint8", "bits8", "bits1x8", "bits2x4", "bits4x2", "float4_e2m1fn_x2"))
 

@@ -16,6 +16,7 @@ from ...base.dtypes import BY_NAME, is_complex
 from ...base.records import NamedTuple
 from ..elements import Filling
 from ..interpretation import Reading
+from ..numeric import E2M1
 from .loads import need_torch, torch_dtype
 
 #: Numbers computed at a time. They and their intermediate results stay in the processor's cache.
@@ -29,8 +30,6 @@ _BYTES_OF: Final = {
 }
 #: Bits per number of dtypes with several numbers in a byte, lowest bits first.
 PACKED: Final = {"quint4x2": 4, "quint2x4": 2, "float4_e2m1fn_x2": 4}
-#: The values of float4_e2m1fn, by code.
-_FOUR: Final = tuple(sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 
 
 class _Scratch(threading.local):
@@ -137,7 +136,7 @@ def _plain(torch: Any, raw: Any, dtype: str, name: str) -> tuple[Any, int]:
     if dtype in ("int64", "float64"):
         return raw, 0
     if dtype == "float4_e2m1fn_x2":
-        return torch.tensor(_FOUR, dtype=torch.float64)[(raw & 15).long()], 0
+        return torch.tensor(E2M1, dtype=torch.float64)[(raw & 15).long()], 0
     if is_complex(dtype):
         return torch.view_as_complex((torch.view_as_real(raw) if raw.is_complex() else raw.view(-1, 2)).double()), 0
     if dtype.startswith("float8"):
