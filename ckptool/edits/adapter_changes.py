@@ -15,10 +15,9 @@ from ..base.errors import RefusedError
 from ..base.records import NamedTuple
 from ..base.steps import command, suggested_output
 from ..base.text import pluralize, quoted, shape_text
-from ..checkpoint.tensors import Tensor
 from ..values.torch.adapters import AdapterStep
 from .adapter_names import PROJECTIONS
-from .adapter_settings import BY_PEFT, CONFIG, Adapter, by_pattern, check_rank, is_saved, scale
+from .adapter_settings import BY_PEFT, CONFIG, Adapter, by_pattern, check_rank, is_saved, product_scale, scale
 
 #: The keys of the tensors of one kind, by their parts without ".weight".
 Keys: TypeAlias = Mapping[str, str]
@@ -56,26 +55,28 @@ class WeightChange(NamedTuple):
 
 
 class Module(NamedTuple):
-    """A module that an adapter changes, by its name in ``base``, a state dict of the file at ``path``.
+    """A module that an adapter changes, by the keys of its parts, and its name in a base at ``path`` with these shapes.
 
     ``weight`` multiplies the scale.
     """
 
     adapter: Adapter
     name: str
-    base: Mapping[str, Tensor]
+    parts: Keys
+    place: str
+    base: Mapping[str, Shape]
     path: str
     weight: float
 
     @property
     def key(self) -> str:
-        """The key of its weight."""
-        return f"{self.name}.weight"
+        """The key of its weight in the base."""
+        return f"{self.place}.weight"
 
     @property
     def own(self) -> Shape:
         """The shape of its weight in the base."""
-        return self.base[self.key].shape
+        return self.base[self.key]
 
     def shape(self, key: str) -> Shape:
         """Return the shape of a tensor of the adapter."""
@@ -112,9 +113,8 @@ class Module(NamedTuple):
     def fit(self, key: str, shape: Shape, target: str = "") -> None:
         """Raise RefusedError if a change has another shape than the weight of the base, or than ``target`` there."""
         target = target or self.key
-        if target not in self.base or shape == self.base[target].shape:
+        if (wanted := self.base.get(target, shape)) == shape:
             return
-        wanted = self.base[target].shape
         if len(shape) == 2 == len(wanted) and shape[1] == wanted[1] and re.search(r"embed|wte|lm_head|token", target):
             message = f"the adapter has {pluralize(shape[0], 'token')} ({quoted(key)}), the base {wanted[0]:,}"
             output = suggested_output(self.path, "resized")
@@ -128,30 +128,24 @@ class Module(NamedTuple):
         tensors, own = tuple(map(self.adapter.stored, keys)), self.adapter.in_model
         return WeightChange(self.key, AdapterStep(kind, tensors, factor, in_model=own, **how))
 
-    def scale(self, rank: int, name: str = "lora_alpha") -> float:
-        """Return the factor of a product, times the weight of the adapter; ``name`` is the setting with alpha."""
-        return scale(self.adapter, self.name, rank, name) * self.weight
 
+def module_changes(module: Module) -> Iterator[WeightChange] | None:
+    """Return the changes of one module, or None if the base lacks it.
 
-def module_changes(module: Module, parts: Keys) -> Iterator[WeightChange] | None:
-    """Return the changes of one module, given the key of each part, such as "lora_A.weight".
-
-    Return None if the base lacks the module. Raise RefusedError unless every tensor is used and fits.
+    Raise RefusedError unless every tensor is used and fits.
     """
     kinds: dict[str, dict[str, str]] = {}
     peft_type = module.adapter.config.get("peft_type")
-    for part, key in parts.items():
+    for part, key in module.parts.items():
         kind = next((kind for kind in _KINDS if part.startswith(kind)), "")
-        if part == "alpha":
-            continue
-        if not kind:
+        types, _ = _KINDS.get(kind, ("", None))
+        if part != "alpha" and (not kind or (peft_type and types and str(peft_type) not in types)):
             raise module.unknown(key)
-        if peft_type and str(peft_type) not in (types := _TYPES.get(kind, str(peft_type))):
-            raise module.unfit(key, f"a tensor of {types}, and {CONFIG} says {str(peft_type)[:40]}")
-        kinds.setdefault(kind, {})[part.removesuffix(".weight")] = key
+        if kind:
+            kinds.setdefault(kind, {})[part.removesuffix(".weight")] = key
     if module.key not in module.base and kinds.keys() != {"copy"}:
         return None
-    return (change for kind, keys in kinds.items() for change in _KINDS[kind](module, keys))
+    return (change for kind, keys in kinds.items() for change in _KINDS[kind][1](module, keys))
 
 
 def _copies(module: Module, keys: Keys) -> Iterator[WeightChange]:
@@ -159,7 +153,7 @@ def _copies(module: Module, keys: Keys) -> Iterator[WeightChange]:
     adapter, base = module.adapter, module.base
     for part, key in keys.items():
         # The part of a weight is "copy", because the end ".weight" is removed.
-        target = f"{module.name}.{part.partition('.')[2] or 'weight'}".removeprefix(".")
+        target = f"{module.place}.{part.partition('.')[2] or 'weight'}".removeprefix(".")
         if target not in base and target.endswith(".bias") and _is_tied_bias(module, key):
             continue
         module.fit(key, module.shape(key), target)
@@ -176,43 +170,41 @@ def _is_tied_bias(module: Module, key: str) -> bool:
 
 def _lora(module: Module, keys: Keys) -> Iterator[WeightChange]:
     """Yield the change by a product of two matrices, perhaps with DoRA's magnitudes or AdaLoRA's singular values."""
-    adapter = module.adapter
-    matrices = {part: key for part, key in keys.items() if part != "lora_B.bias"}
+    adapter, config = module.adapter, module.adapter.config
     embedding = any("embedding" in part for part in keys)
-    adaptive, transposed = adapter.config.get("peft_type") == "ADALORA", embedding or adapter.is_set("fan_in_fan_out")
+    adaptive = config.get("peft_type") == "ADALORA"
     third = {part: form for part, form in _THIRD.items() if part in keys}
     forms = {**(_EMBEDDING if embedding else _LORA), **third}
-    rank = 0
+    matrices = {part: key for part, key in keys.items() if part != "lora_B.bias"}
+    factor = module.weight
     if matrices:
         if adaptive is not ("lora_E" in third):
             raise adapter.refusal(f"{quoted(module.name)} needs lora_E with AdaLoRA, and cannot have it otherwise")
         size = module.sizes(matrices, forms)
-        rank, shape = size["r"], (size["o"], size["i"], *size.get("k", ()))
-        second, first, *more = (keys[part] for part in forms)
-        transposed = transposed and len(shape) == 2
-        if module.name not in adapter.scales and not adaptive:
-            check_rank(adapter, first, rank)
+        shape = (size["o"], size["i"], *size.get("k", ()))
+        _, first, *more = tensors = [keys[part] for part in forms]
+        transposed = len(shape) == 2 and (embedding or adapter.is_set("fan_in_fan_out"))
+        factor *= 1 if adaptive else product_scale(adapter, module.name, module.parts)
         module.fit(first, shape[::-1] if transposed else shape)
         if prod(size.get("m", (size["o"],))) != size["o"]:
             raise module.unfit(more[0], f"{size['o']:,} elements are needed")
         dora = "lora_magnitude_vector" in third
-        if adapter.config.get("use_dora", dora) is not dora:  # PEFT would ignore the vector
+        if config.get("use_dora", dora) is not dora:  # PEFT would ignore the vector
             what = f"{'a' if dora else 'no'} lora_magnitude_vector"
             raise adapter.refusal(f"use_dora is {'not ' * dora}set, and {quoted(module.name)} has {what}")
-        tensors = second, first, *more
         if adaptive:
-            initial = adapter.number(adapter.config.get("init_r", 12), "init_r")
-            alpha = adapter.number(adapter.config.get("lora_alpha", 8), "lora_alpha")
-            factor = (alpha if alpha > 0 else initial) * module.weight
+            initial = adapter.number(config.get("init_r", 12), "init_r")
+            alpha = adapter.number(config.get("lora_alpha", 8), "lora_alpha")
+            factor *= alpha if alpha > 0 else initial
             yield module.change("adalora", tensors, factor, transposed=transposed, rank=int(initial))
         else:
-            yield module.change("product", tensors, module.scale(rank), transposed=transposed, round_first=embedding)
+            yield module.change("product", tensors, factor, transposed=transposed, round_first=embedding)
     if bias := keys.get("lora_B.bias"):
-        target = f"{module.name}.bias"
+        target = f"{module.place}.bias"
         if target not in module.base:
             raise adapter.refusal(f"it changes the bias of {quoted(module.name)}, which has none in the base")
         module.fit(bias, module.shape(bias), target)
-        yield module.change("sum", (bias,), module.scale(rank))._replace(key=target)
+        yield module.change("sum", (bias,), factor)._replace(key=target)
 
 
 def _loha(module: Module, keys: Keys) -> Iterator[WeightChange]:
@@ -225,7 +217,11 @@ def _loha(module: Module, keys: Keys) -> Iterator[WeightChange]:
     # One row for each output, as a matrix; a Conv1d has a kernel with a second side of 1.
     matrix = own and shape in ((own[0], prod(own[1:])), (*own, 1) if with_core else own)
     module.fit(keys["hada_w1_a"], own if matrix else shape)
-    yield module.change("hadamard", (keys[part] for part in forms), module.scale(size["r"], "alpha"))
+    yield module.change(
+        "hadamard",
+        (keys[part] for part in forms),
+        scale(module.adapter, module.name, size["r"], "alpha") * module.weight,
+    )
 
 
 def _lokr(module: Module, keys: Keys) -> Iterator[WeightChange]:
@@ -250,7 +246,9 @@ def _lokr(module: Module, keys: Keys) -> Iterator[WeightChange]:
         raise adapter.refusal(f"{quoted(key)} changes a Conv1d, which is not supported", BY_PEFT)
     module.fit(keys[next(iter(first))], shape)
     tensors = (keys[part] for part in (*first, *second))
-    yield module.change("kronecker", tensors, module.scale(rank, "alpha"), rank=len(first))
+    yield module.change(
+        "kronecker", tensors, scale(adapter, module.name, rank, "alpha") * module.weight, rank=len(first)
+    )
 
 
 def _vera(module: Module, keys: Keys) -> Iterator[WeightChange]:
@@ -327,7 +325,7 @@ def _fit_columns(module: Module, key: str, columns: int) -> None:
 def _ia3(module: Module, keys: Keys) -> Iterator[WeightChange]:
     """Yield the changes by a factor of IA3: of the weight, and of the bias unless the factor is for the input."""
     module.sizes(keys, {"ia3_l": "x y"})
-    (key,), bias = keys.values(), f"{module.name}.bias"
+    (key,), bias = keys.values(), f"{module.place}.bias"
     shape = module.shape(key)
     if 1 not in shape:
         raise module.unfit(key, "only IA3 of linear layers can be merged")
@@ -358,24 +356,15 @@ def _token_rows(module: Module, keys: Keys) -> Iterator[WeightChange]:
     yield module.change("rows", (key,), rows=tuple(rows))
 
 
-#: The types of adapters whose tensors begin so, and the functions for the kinds of tensors.
-_TYPES: Final = {
-    "lora_": "LORA, ADALORA",
-    "hada_": "LOHA",
-    "lokr_": "LOKR",
-    "vera_": "VERA",
-    "boft_": "BOFT",
-    "oft_R": "OFT",
-    "ia3_l": "IA3",
-}
-_KINDS: Final[Mapping[str, Callable[[Module, Keys], Iterator[WeightChange]]]] = {
-    "copy": _copies,
-    "lora_": _lora,
-    "hada_": _loha,
-    "lokr_": _lokr,
-    "vera_": _vera,
-    "boft_": _boft,
-    "oft_R": _oft,
-    "ia3_l": _ia3,
-    "trainable_tokens_delta": _token_rows,
+#: The types of adapters whose tensors begin so ("" for any), and the function for each kind of tensors.
+_KINDS: Final[Mapping[str, tuple[str, Callable[[Module, Keys], Iterator[WeightChange]]]]] = {
+    "copy": ("", _copies),
+    "lora_": ("LORA, ADALORA", _lora),
+    "hada_": ("LOHA", _loha),
+    "lokr_": ("LOKR", _lokr),
+    "vera_": ("VERA", _vera),
+    "boft_": ("BOFT", _boft),
+    "oft_R": ("OFT", _oft),
+    "ia3_l": ("IA3", _ia3),
+    "trainable_tokens_delta": ("", _token_rows),
 }

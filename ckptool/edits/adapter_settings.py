@@ -13,7 +13,6 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from math import isfinite, prod, sqrt
-from types import MappingProxyType
 from typing import Any, Final
 
 from ..base.addresses import is_folder
@@ -78,16 +77,15 @@ _LARGEST: Final = 1e30
 class Adapter(NamedTuple):
     """An adapter: the checkpoint with its tensors, its settings, and its tensors by key, without PEFT's prefix.
 
-    ``of_pipeline``: it has the names of kohya or diffusers. ``scales`` has the factors of modules whose settings do not
-    give them. ``alpha`` is used where the adapter records none. ``in_model``: it comes from the state dict of a model,
-    with the dtype in which it was trained. PEFT computes with others in 32 bits.
+    ``of_pipeline``: it has the names of kohya or diffusers. ``alpha`` is used where the adapter records none.
+    ``in_model``: it comes from the state dict of a model, with the dtype in which it was trained. PEFT computes with
+    others in 32 bits.
     """
 
     checkpoint: Checkpoint
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     of_pipeline: bool = False
-    scales: Mapping[str, float] = MappingProxyType({})
     alpha: float | None = None
     in_model: bool = False
 
@@ -337,8 +335,6 @@ def check_rank(adapter: Adapter, key: str, rank: int) -> None:
 
 def scale(adapter: Adapter, module: str, rank: int, name: str = "lora_alpha") -> float:
     """Return the factor of a product; raise RefusedError if the settings do not give one. ``name`` is the setting."""
-    if module in adapter.scales:
-        return adapter.scales[module]
     if rank < 1:
         raise adapter.refusal(f"{quoted(module)} has the rank {rank}")
     alpha = adapter.number(by_pattern(adapter, module, "alpha_pattern", adapter.config.get(name, 8)), name)

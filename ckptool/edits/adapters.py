@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from math import prod
 from typing import Final
@@ -28,7 +28,6 @@ from .adapter_settings import (
     base_in_header,
     check_rank,
     check_settings,
-    product_scale,
     scale,
     targets,
 )
@@ -117,9 +116,10 @@ def weight_changes(
             return found, {}
         adapter = adapter._replace(tensors=rest)
     parts = {name: keys for model in adapter.modules() for name, keys in model.parts.items()}
-    changes = _changes_of(adapter, parts, base, path, weight)
-    weights = [name.removesuffix(".weight") for name, tensor in base.items() if len(tensor.shape) > 1]
-    lacking = [name for name in weights if f"{name}.weight" in base and name not in parts and targets(adapter, name)]
+    shapes = {key: tensor.shape for key, tensor in base.items()}
+    changes = _changes_of(adapter, parts, {}, shapes, path, weight)
+    weights = [key.removesuffix(".weight") for key in shapes if key.endswith(".weight") and len(shapes[key]) > 1]
+    lacking = [name for name in weights if name not in parts and targets(adapter, name)]
     if lacking:
         message = f"{CONFIG} targets {pluralize(len(lacking), 'module')} of {path} for which it has no tensors"
         step = "get the whole adapter; this one holds " + command("keys", adapter.path)
@@ -128,34 +128,34 @@ def weight_changes(
 
 
 def _changes_of(
-    adapter: Adapter, parts: Mapping[str, Mapping[str, str]], base: Mapping[str, Tensor], path: str, weight: float
+    adapter: Adapter,
+    parts: Mapping[str, Parts],
+    names: Mapping[str, str],
+    base: Mapping[str, tuple[int, ...]],
+    path: str,
+    weight: float,
 ) -> list[WeightChange]:
-    """Return the changes by modules of an adapter, given the key of each tensor by module and part."""
+    """Return the changes by modules of an adapter, given the parts of each; ``names`` has other names in the base."""
     changes: list[WeightChange] = []
     missing: list[str] = []
     for name, keys in parts.items():
-        made = module_changes(Module(adapter, name, base, path, weight), keys)
+        made = module_changes(Module(adapter, name, keys, names.get(name, name), base, path, weight))
         found = list(made or ())
         if made is None or any(change.key not in base and not change.added for change in found):
             missing.append(name)
         changes += found
     if missing or not any(change.key in base for change in changes):
-        raise _wrong_base(adapter, missing or list(parts), len(parts), base, path)
+        missing = missing or list(parts)
+        matched, absent = len(parts) - len(missing), join_limited([quoted(module) for module in missing], most=3)
+        wrong = "" if matched else " (wrong base?)"
+        message = f"{matched:,} of {pluralize(len(parts), 'module')} matched{wrong}; not in {path}: {absent}"
+        there = list(dict.fromkeys(name.rpartition(".")[0] for name in base))
+        near = [*nearest(missing[0], there, 1), *there[:1]]
+        raise adapter.refusal(f"{message}; names there are like {quoted(near[0])}" if near else message)
     if weight != 1 and (other := next((item for item in changes if item.step.kind in NOT_ADDED), None)):
         message = f"it replaces or multiplies {quoted(other.key)}, which a weight of {weight:g} does not describe"
         raise adapter.refusal(message, "merge it with the weight 1")
     return sorted(changes, key=lambda change: ORDER.index(change.step.kind))
-
-
-def _wrong_base(
-    adapter: Adapter, missing: Sequence[str], number: int, base: Mapping[str, Tensor], path: str
-) -> RefusedError:
-    matched, absent = number - len(missing), join_limited([quoted(module) for module in missing], most=3)
-    wrong = "" if matched else " (wrong base?)"
-    message = f"{matched:,} of {pluralize(number, 'module')} matched{wrong}; not in {path}: {absent}"
-    there = list(dict.fromkeys(name.rpartition(".")[0] for name in base))
-    near = [*nearest(missing[0], there, 1), *there[:1]]
-    return adapter.refusal(f"{message}; names there are like {quoted(near[0])}" if near else message)
 
 
 # -- adapters for a pipeline
@@ -186,21 +186,19 @@ def _placed(adapter: Adapter, model: Modules, match: Match, path: str, weight: f
     """Return the changes by one model; raise RefusedError unless all its modules are in the base and fit."""
     own = adapter.of(model)
     check_settings(own)
-    scales: dict[str, float] = {}
-    parts: dict[str, Mapping[str, str]] = {}
     shapes = {name: item.shape for name, item in match.weights.items()}
     for module, keys in model.parts.items():
-        name = match.names.get(module, module)
-        parts[name] = keys
-        scales[name] = product_scale(own, module, keys)
-        change, magnitude = product_shape(adapter, keys), keys.get(NORMS, "")
-        if change and f"{name}.weight" in shapes and without_ones(change) == without_ones(shapes[f"{name}.weight"]):
-            shapes[f"{name}.weight"] = change
+        key, change, magnitude = (
+            f"{match.names.get(module, module)}.weight",
+            product_shape(own, keys),
+            keys.get(NORMS, ""),
+        )
+        if change and key in shapes and without_ones(change) == without_ones(shapes[key]):
+            shapes[key] = change
         norms = adapter.tensors[magnitude].shape if magnitude else ()
         if change and len(norms) > 1 and norms[0] != change[0]:
             raise adapter.refusal(f"{quoted(magnitude)} has the norms of columns, and only those of rows are supported")
-    wanted = {name: Tensor("dense", "float32", shape, (), 0, "", "cpu", False) for name, shape in shapes.items()}
-    found = _changes_of(own._replace(scales=scales), parts, wanted, path, weight)
+    found = _changes_of(own, model.parts, match.names, shapes, path, weight)
     return [item for change in found for item in match.weights[change.key].changes(change)]
 
 

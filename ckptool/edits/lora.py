@@ -20,7 +20,7 @@ from ..checkpoint.objects import mapping
 from ..checkpoint.selection import only_one, selected
 from ..checkpoint.tensors import Tensor, is_contiguous
 from ..files.sources import Computed
-from ..formats.opening import CheckpointOrPath, opened, takes_path
+from ..formats.opening import CheckpointOrPath, as_checkpoint, opened, takes_path
 from ..formats.planning import blaming_damage
 from ..pickles.nodes import Ref
 from ..values.elements import storage_reader
@@ -76,57 +76,48 @@ def merge_lora(
         raise TargetError("the weights must be numbers other than 0", next="`--weights 1,0.5`")
     if keep not in (None, "base", "adapter"):
         raise TargetError(f"{keep!r} is no part of it", next="`--keep base` or `--keep adapter`")
-    if not adapters:
-        return _from_inside(base, key, alpha, factors, config, adapter, keep)
-    if unsuitable := next((name for name, each in (("adapter", adapter), ("keep", keep)) if each is not None), ""):
-        raise TargetError(f"`--{unsuitable}` is for a model with an adapter inside", next="name no other adapter")
-    if (found := unmerged(base)) is not None:
-        message = f"it has an unmerged adapter inside ({found.words})"
-        raise RefusedError(message, path=base.path, next="merge that first: " + merge_step(base, found))
-    if config is not None and len(adapters) > 1:
-        raise TargetError("`--config=` is for one adapter", next="put each adapter_config.json beside its adapter")
-    given = None if config is None else settings(base, config)
-    opened_adapters = [open_adapter(each, alpha, given) for each in adapters]
-    need_torch("merging an adapter", base.path)
-    return _merged(base, opened_adapters, factors, key)
-
-
-def _from_inside(
-    checkpoint: Checkpoint,
-    key: str | None,
-    alpha: float | None,
-    factors: Sequence[float],
-    config: str | os.PathLike[str] | None,
-    name: str | None,
-    keep: str | None,
-) -> Checkpoint:
-    """Merge the adapter inside a model, or ``keep`` one of the two."""
-    parts = taken_apart(checkpoint, key, name, to_merge=keep is None)
+    if adapters:
+        if unsuitable := next((name for name, each in (("adapter", adapter), ("keep", keep)) if each is not None), ""):
+            raise TargetError(f"`--{unsuitable}` is for a model with an adapter inside", next="name no other adapter")
+        if (found := unmerged(base)) is not None:
+            message = f"it has an unmerged adapter inside ({found.words})"
+            raise RefusedError(message, path=base.path, next="merge that first: " + merge_step(base, found))
+        if config is not None and len(adapters) > 1:
+            raise TargetError("`--config=` is for one adapter", next="put each adapter_config.json beside its adapter")
+        given = None if config is None else settings(base, config)
+        found_adapters = [open_adapter(each, alpha, given) for each in adapters]
+        need_torch("merging an adapter", base.path)
+        return _merged(base, found_adapters, factors, key)
+    parts = taken_apart(base, key, adapter, to_merge=keep is None)
     if parts is None:
         raise TargetError("an adapter to merge is needed", next="name its folder after the base")
-    base, part, notes = parts
+    model, part, notes = parts
     number = len(part.survey.tensors)
     if keep == "base":
         what = f"the base model without its adapter: {pluralize(number, 'tensor')} left out"
-        return base.replace(changes=(*base.changes, Change("lora-merge", key or "", number, 0, what, notes)))
-    given = settings(checkpoint, config)
+        return model.replace(changes=(*model.changes, Change("lora-merge", key or "", number, 0, what, notes)))
+    given = settings(base, config)
     if keep == "adapter":
         if given is None:
             what = f"PEFT needs {ADAPTER_CONFIG} beside an adapter, and it is not beside the model"
-            raise RefusedError(what, path=checkpoint.path, next="name it with `--config=`")
+            raise RefusedError(what, path=base.path, next="name it with `--config=`")
         if given.get("bias", "none") != "none":
             notes = (*notes, "biases that were trained with it stay in the base model: keep that one too")
         what = f"the adapter as PEFT saves it: {pluralize(number, 'tensor')}"
         change = Change("lora-merge", key or "", number, 0, what, notes)
-        return peft_folder(part.replace(changes=(*base.changes, change)), given, of_model=True, tied="keep-first")
-    adapter = open_adapter(part, alpha, given)._replace(in_model=True)
-    exact = adapter.config.get("peft_type") == "LORA" and not adapter.has_parameters
-    if not exact and any(tensor.dtype in ("float16", "bfloat16") for tensor in adapter.tensors.values()):
-        raise adapter.refusal("PEFT merges an adapter of this type in 16 bits, with other roundings", BY_PEFT)
-    need_torch("merging an adapter", checkpoint.path)
-    edited = _merged(base, [adapter], factors, key)
-    last = edited.changes[-1]
-    return edited.replace(changes=(*edited.changes[:-1], last._replace(notes=(*notes, *last.notes))))
+        return peft_folder(part.replace(changes=(*model.changes, change)), given, of_model=True, tied="keep-first")
+    own = open_adapter(part, alpha, given)._replace(in_model=True)
+    exact = own.config.get("peft_type") == "LORA" and not own.has_parameters
+    if not exact and any(tensor.dtype in ("float16", "bfloat16") for tensor in own.tensors.values()):
+        raise own.refusal("PEFT merges an adapter of this type in 16 bits, with other roundings", BY_PEFT)
+    need_torch("merging an adapter", base.path)
+    return _noted(_merged(model, [own], factors, key), *notes)
+
+
+def _noted(checkpoint: Checkpoint, *notes: str) -> Checkpoint:
+    """Add notes to the last change."""
+    last = checkpoint.changes[-1]
+    return checkpoint.replace(changes=(*checkpoint.changes[:-1], last._replace(notes=(*notes, *last.notes))))
 
 
 def merge_lora_files(
@@ -139,7 +130,7 @@ def merge_lora_files(
         from .dequantize import dequantize as plain_of
 
         checkpoint = plain_of(checkpoint)
-    found = [open_adapter(path, how.get("alpha")).checkpoint for path in adapters]
+    found = [as_checkpoint(path) for path in adapters]
     with blaming_damage(*found):
         return merge_lora(checkpoint, *found, **how)
 
@@ -331,14 +322,11 @@ class _Merge:
 
 def _with_own_head(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     """Say that the head is not tied to the embedding any more, and write so into ``config.json``, if there is one."""
-    last = checkpoint.changes[-1]
     way = f"{CONFIG} says {_TIED} false now" if config else f"set {_TIED} to false in the model's {CONFIG}"
-    note = f"the head differs from the embedding, and becomes weights of its own: {way}"
-    checkpoint = checkpoint.replace(changes=(*checkpoint.changes[:-1], last._replace(notes=(*last.notes, note))))
+    checkpoint = _noted(checkpoint, f"the head differs from the embedding, and becomes weights of its own: {way}")
     if not config:
         return checkpoint
-    inner = config.get("text_config")
-    untied = {**config, _TIED: False}
+    untied, inner = {**config, _TIED: False}, config.get("text_config")
     if isinstance(inner, dict) and _TIED in inner:
         untied["text_config"] = {**inner, _TIED: False}
     text = json.dumps(untied, indent=2, ensure_ascii=False) + "\n"
@@ -348,20 +336,17 @@ def _with_own_head(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpo
 def _report(
     adapter: Adapter, changes: Sequence[WeightChange], unused: Mapping[str, int], factor: float, path: str
 ) -> Change:
+    whole = {change.key for change in changes if change.step.kind == "copy"}
     merged = len({change.key for change in changes if change.step.kind != "copy"})
     added = len({change.key for change in changes if change.added})
-    replaced = len({change.key for change in changes if change.step.kind == "copy"}) - added
     weight = f" with the weight {factor:g}" if factor != 1 else ""
-    summary = f"{adapter.path}{weight}: merged {merged:,}, replaced {replaced:,}, "
-    summary += f"added {added:,}, " if added else ""
-    summary += f"unused {sum(unused.values()):,}"
+    summary = f"{adapter.path}{weight}: merged {merged:,}, replaced {len(whole) - added:,}, "
+    summary += f"{f'added {added:,}, ' if added else ''}unused {sum(unused.values()):,}"
     where = "the base does not hold that model; merge the adapter into that one too"
     notes = [f"{pluralize(number, 'tensor')} of {label} not used: {where}" for label, number in unused.items()]
     name = adapter.base_name
-    if adapter.path == path:
-        return Change("lora-merge", "", len({change.key for change in changes}), 0, summary, tuple(notes))
-    if not name:
+    if not name and adapter.path != path:
         notes.append("the adapter does not say which base it was trained on")
-    elif os.path.basename(name.rstrip("/")) not in os.path.realpath(path).split(os.sep)[-2:]:
+    elif adapter.path != path and os.path.basename(name.rstrip("/")) not in os.path.realpath(path).split(os.sep)[-2:]:
         notes.append(f"the adapter was trained on {quoted(name)}: names and shapes fit, but check that it is this base")
     return Change("lora-merge", "", len({change.key for change in changes}), 0, summary, tuple(notes))
