@@ -7,7 +7,7 @@ the whole matrix, but not always smaller ones, so blocks have at least 64 rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import isfinite, isqrt, lcm, prod
 from typing import Any, Final
 
@@ -53,25 +53,21 @@ class StoredTensor(NamedTuple):
 
 
 class AdapterStep(NamedTuple):
-    """One change of a weight by tensors of an adapter.
+    """One change of a weight by tensors of an adapter, times ``factor``.
 
-    ``kind`` says how: ``product`` adds B @ A (``tensors``: B, A), ``sum`` adds a tensor, ``copy`` replaces the weight,
-    ``rows`` replaces the rows with the numbers ``rows``, ``scale`` multiplies. A sum or product is multiplied by
-    ``factor`` first; with ``round_first`` it is then rounded to the dtype of the weight, as PEFT does for embeddings,
-    with ``in_model`` to the dtype of the tensors: PEFT casts an adapter to 32 bits when it loads it, but no model that
-    holds the adapter already.
-    With ``transposed`` the product is added as its transpose. A third tensor of a product is DoRA's
-    magnitude: one for each row of the weight, or for each column with ``transposed``. Without ``transposed``, B may
-    have fewer rows than the weight: they belong to its rows from ``first_row`` on. With ``row``, a row of the weight
-    has so many elements, whatever its shape is: a tensor of experts has the rows of each expert.
+    ``product`` adds B @ A (``tensors``: B, A, and perhaps DoRA's magnitude: one for each row of the weight, or for each
+    column with ``transposed``), ``adalora`` B @ (A * E), divided by ``rank``, ``vera`` B @ A with scaled rows (and the
+    scales of both), ``hadamard`` (A1 @ B1) * (A2 @ B2), perhaps with a core before each pair, ``kronecker`` the
+    Kronecker product of two factors, the first of which has ``rank`` tensors, ``sum`` a tensor. ``copy`` replaces the
+    weight, ``rows`` the rows with the numbers ``rows``. ``scale`` multiplies. ``butterfly`` rotates the columns by
+    blocks (1 x blocks x size x size) and multiplies the rows by numbers, ``rotation`` rotates by the upper triangles of
+    the blocks, by a series of ``rank`` terms or, with 0, exactly.
 
-    ``adalora`` adds B @ (A * E), divided by ``rank``; ``vera`` adds B @ A with scaled rows (``tensors``: B, A, and the
-    scales of both); ``hadamard`` adds (A1 @ B1) * (A2 @ B2), or the same with a core before each pair; ``kronecker``
-    adds the Kronecker product of two factors; the first ``rank`` tensors give the first factor.
-
-    ``butterfly`` rotates the columns of the weight and multiplies its rows: ``tensors`` has the rotations (1 x blocks x
-    size x size) and a number for each row. ``rotation`` rotates by the upper triangles of the blocks, by a series of
-    ``rank`` terms or, with 0, exactly.
+    With ``round_first`` a product is rounded to the dtype of the weight, as PEFT does for embeddings, with ``in_model``
+    to that of the tensors: PEFT casts an adapter to 32 bits when it loads it, but no model that holds the adapter
+    already. With ``transposed`` it is added as its transpose; else B may have fewer rows than the weight: they belong
+    to its rows from ``first_row`` on. With ``row``, a row of the weight has so many elements, whatever its shape is: a
+    tensor of experts has the rows of each expert.
     """
 
     kind: str
@@ -89,12 +85,6 @@ class AdapterStep(NamedTuple):
     def by_rows(self) -> bool:
         """Whether a block needs only the same rows of the adapter tensor."""
         return self.kind in ("copy", "sum")
-
-    @property
-    def is_convolution(self) -> bool:
-        """Whether PEFT convolves the two factors; with a kernel of 1 x 1 it multiplies matrices."""
-        shape = self.tensors[1].view.shape if self.in_model and self.kind == "product" else ()
-        return len(shape) > 2 and shape[2:4] != (1, 1)
 
     @property
     def needs_whole(self) -> bool:
@@ -118,7 +108,11 @@ def merged_elements(
     for step in steps:
         whole = () if step.by_rows else tuple(_checked(torch, part).to(wide) for part in step.tensors)
         prepared.append(_prepared(torch, step, whole, prod(shape[1:])))
-    for first, last in _blocks(shape, any(step.needs_whole for step in steps)):
+    rows, first, last = shape[0], 0, 0
+    many = rows if any(step.needs_whole for step in steps) else max(_FEWEST_ROWS, _BLOCK // max(prod(shape[1:]), 1))
+    while last < rows:
+        # A short rest belongs to the block before it.
+        first, last = last, rows if rows - last - many < _FEWEST_ROWS else last + many
         if first * row >= begin + size or last * row <= begin:
             continue
         if steps and steps[0].kind == "copy":
@@ -141,28 +135,15 @@ def merged_elements(
 
 def _apply(torch: Any, values: Any, step: AdapterStep, tensors: Any, first: int) -> None:
     """Apply a step to the rows of a block that it changes. ``first`` is the number of the block's first row."""
-    last = first + values.shape[0]
-    partial = step.kind in ("product", "sum") and not step.transposed
-    begin, end = max(first, step.first_row), last
-    if partial:
-        end = min(last, step.first_row + step.tensors[0].view.shape[0])
+    begin, end = max(first, step.first_row), first + values.shape[0]
+    if step.kind in ("product", "sum") and not step.transposed:
+        end = min(end, step.first_row + step.tensors[0].view.shape[0])
     if begin < end:
         inside = begin - step.first_row, end - step.first_row
         if step.by_rows:
             tensors = [_checked(torch, part.rows(inside[0], end - begin)) for part in step.tensors]
         part = values[begin - first : end - first]
         part.copy_(_STEPS[step.kind](_Rows(torch, part, *inside), tensors, step))
-
-
-def _blocks(shape: Sequence[int], whole: bool) -> Iterator[tuple[int, int]]:
-    """Yield the first and last row of each block; a short rest belongs to the block before it."""
-    rows = shape[0]
-    step = rows if whole else max(_FEWEST_ROWS, _BLOCK // max(prod(shape[1:]), 1))
-    first = 0
-    while first < rows:
-        last = rows if rows - first - step < _FEWEST_ROWS else first + step
-        yield first, last
-        first = last
 
 
 def _elements(torch: Any, part: StoredTensor) -> Any:
@@ -217,7 +198,7 @@ def _product(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
     b, a = tensors[0].flatten(1), tensors[1].flatten(1)
     if step.transposed:
         delta = (b @ a[:, first:last].contiguous()).T * step.factor
-    elif step.is_convolution:
+    elif step.in_model and tensors[1].dim() > 2 and tensors[1].shape[2:4] != (1, 1):  # PEFT convolves
         delta = (_convolved(torch, tensors[1], tensors[0][first:last]) * step.factor).reshape(values.shape)
     else:
         delta = (b[first:last] @ a).mul_(step.factor).reshape(values.shape)
@@ -233,10 +214,8 @@ def _product(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
     if step.transposed:
         norm = torch.linalg.norm(values.T + delta.T, dim=1)
         return (magnitude / norm).view(1, -1) * total
-    if values.dim() == 2:
-        norm = torch.linalg.norm(total, dim=1)
-    else:
-        norm = total.norm(p=2, dim=tuple(range(1, values.dim())), keepdim=True).flatten()
+    others = tuple(range(1, values.dim()))
+    norm = torch.linalg.norm(total, dim=1) if len(others) == 1 else total.norm(p=2, dim=others, keepdim=True).flatten()
     return (magnitude[first:last] / norm).view(-1, *(1,) * (values.dim() - 1)) * total
 
 
@@ -245,18 +224,16 @@ def _convolved(torch: Any, a: Any, b: Any) -> Any:
     if a.dtype == torch.float32 and torch.backends.mkldnn.is_available():
         a, b = (part.unsqueeze(2) if part.dim() == 3 else part for part in (a, b))
         sides = a.dim() - 2
-        return torch.mkldnn_convolution(a.transpose(0, 1), b, None, [0] * sides, [1] * sides, [1] * sides, 1).transpose(
-            0, 1
-        )
+        made = torch.mkldnn_convolution(a.transpose(0, 1), b, None, [0] * sides, [1] * sides, [1] * sides, 1)
+        return made.transpose(0, 1)
     return getattr(torch, f"conv{a.dim() - 2}d")(a.transpose(0, 1), b).transpose(0, 1)
 
 
 def _hadamard(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
     own = slice(rows.first, rows.last)
-    if len(tensors) == 1:
-        delta = tensors[0][own]
-    else:
-        delta = (tensors[0][own] @ tensors[1]) * (tensors[2][own] @ tensors[3])
+    delta = tensors[0][own]
+    if len(tensors) > 1:
+        delta = (delta @ tensors[1]) * (tensors[2][own] @ tensors[3])
     return rows.values + (delta * step.factor).view(rows.values.shape)
 
 
@@ -305,10 +282,9 @@ def _from_triangles(torch: Any, triangles: Any, terms: int) -> Any:
     skew = half - half.transpose(1, 2)
     if not terms:
         return _cayley(torch, skew)
-    total = torch.eye(size, dtype=skew.dtype).repeat(len(skew), 1, 1)
+    total, power = torch.eye(size, dtype=skew.dtype).repeat(len(skew), 1, 1), skew
     if terms > 1:
         total.add_(skew, alpha=2.0)
-    power = skew
     for left in reversed(range(max(terms - 2, 2) if terms > 2 else 0)):
         power = torch.bmm(power, skew)
         total.add_(power, alpha=2.0 if left else 1.0)
@@ -347,10 +323,6 @@ def _sum(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
     return rows.values + (tensors[0] if step.in_model else tensors[0].to(wide)) * step.factor
 
 
-def _copy(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
-    return tensors[0]
-
-
 def _replace_rows(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
     for number, row in enumerate(step.rows):
         if rows.first <= row < rows.last:
@@ -367,7 +339,7 @@ def _scale(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
 
 #: The functions of all steps. The steps of an adapter apply in this order.
 _STEPS: Final = {
-    "copy": _copy,
+    "copy": lambda rows, tensors, step: tensors[0],
     "product": _product,
     "adalora": _product,
     "vera": _product,
