@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
+from itertools import product
 from typing import Any, Final
 
 from ...base import toml
@@ -56,11 +57,11 @@ class Place(NamedTuple):
     rule: ModuleRule
     side: int
     at: int
-    values: tuple[tuple[str, int], ...]
+    values: Mapping[str, int]
 
     def names(self, side: int) -> tuple[str, ...]:
         """Return the names of the modules on a side."""
-        return tuple(pattern.filled(dict(self.values)) for pattern in self.rule.sides[side])
+        return tuple(pattern.filled(self.values) for pattern in self.rule.sides[side])
 
 
 class Family:
@@ -75,7 +76,6 @@ class Family:
     def __init__(self, key: str, content: Mapping[str, Any]) -> None:
         self.key, self.name, self.model = key, str(content["name"]), str(content["model"])
         self.kohya, self.comfyui = ("ab".index(content[name]) for name in ("kohya", "comfyui"))
-        self.without: Sequence[str] = content.get("without", ())
         self.context, self.text_encoders = int(content.get("context", 0)), int(content.get("text_encoders", 0))
         self.is_usual = content.get("usual") is True
         self._content = content
@@ -83,36 +83,33 @@ class Family:
     @cached_property
     def rules(self) -> list[ModuleRule]:
         """The rules, one for each name on side a."""
-        content, found = self._content, list[Rule]()
-        if "recipe" in content:
-            found += built_in(content["recipe"]).rules
-        for number, item in enumerate(content.get("rule", ()), 1):
+        content = self._content
+        found = [*built_in(content["recipe"]).rules] if "recipe" in content else []
+        same = ({"a": text, "b": text} for text in content.get("same", ()))
+        for number, item in enumerate((*content.get("rule", ()), *same), 1):
             found += parsed_rules(number, item)
-        for text in content.get("same", ()):
-            found += parsed_rules(0, {"a": text, "b": text})
-        sizes: Mapping[str, int] = content.get("sizes", {})
-        return [each for rule in found for each in _module_rules(rule, content.get("inner", ()), sizes)]
+        return [
+            each for rule in found for each in _module_rules(rule, content.get("inner", ()), content.get("sizes", {}))
+        ]
 
     @cached_property
-    def _index(self) -> Mapping[tuple[int, bool, str], list[tuple[ModuleRule, int, NamePattern]]]:
-        found: dict[tuple[int, bool, str], list[tuple[ModuleRule, int, NamePattern]]] = {}
-        for rule in self.rules:
-            for side, patterns in enumerate(rule.sides[: 1 if rule.one_way else 2]):
-                for at, pattern in enumerate(patterns):
-                    for dotless in (False, True):
-                        known = names.parsed(pattern.text.replace(".", "_")) if dotless else pattern
-                        found.setdefault((side, dotless, known.skeleton), []).append((rule, at, known))
+    def _index(self) -> Mapping[tuple[bool, str], list[tuple[ModuleRule, int, int, NamePattern]]]:
+        found: dict[tuple[bool, str], list[tuple[ModuleRule, int, int, NamePattern]]] = {}
+        for rule, side in product(self.rules, (1, 0)):
+            for at, pattern in enumerate(rule.sides[side] if not (rule.one_way and side) else ()):
+                for dotless in (False, True):
+                    known = names.parsed(pattern.text.replace(".", "_")) if dotless else pattern
+                    found.setdefault((dotless, known.skeleton), []).append((rule, side, at, known))
         return found
 
     def places(self, module: str, *, dotless: bool) -> list[Place]:
         """Return the places of a module; ``dotless`` names have "_" for dots. Several differ in their conditions."""
         found = []
-        for side in (1, 0):
-            for rule, at, pattern in self._index.get((side, dotless, names.skeleton(module)), ()):
-                values = pattern.values_in(module, {})
-                if values is not None and self._has(rule.where, values):
-                    found.append(Place(rule, side, at, tuple(sorted(values.items()))))
-        return found
+        for rule, side, at, pattern in self._index.get((dotless, names.skeleton(module)), ()):
+            values = pattern.values_in(module, {})
+            if values is not None and self._has(rule.where, values):
+                found.append(Place(rule, side, at, values))
+        return sorted(found, key=lambda place: -place.side)
 
     def _has(self, where: Condition | None, values: Mapping[str, int]) -> bool:
         has: Sequence[str] = self._content.get("has", ())
@@ -120,37 +117,34 @@ class Family:
 
     def lacks(self, module: str) -> bool:
         """Return whether no model of the family has a module on side b."""
-        return any(fnmatchcase(module, pattern) for pattern in self.without)
+        return any(fnmatchcase(module, pattern) for pattern in self._content.get("without", ()))
 
 
 @cache
 def families() -> Mapping[str, Family]:
     """Return the families by their keys."""
-    found = {}
-    for file in sorted(os.listdir(_TABLES)):
-        path = os.path.join(_TABLES, file)
-        found[file.removesuffix(".toml")] = Family(
-            file.removesuffix(".toml"), toml.parsed(read_bytes(path, _MAX_BYTES), path, "the table")
-        )
-    return found
+    paths = {file.removesuffix(".toml"): os.path.join(_TABLES, file) for file in sorted(os.listdir(_TABLES))}
+    return {
+        key: Family(key, toml.parsed(read_bytes(path, _MAX_BYTES), path, "the table")) for key, path in paths.items()
+    }
 
 
 def _module_rules(rule: Rule, inner: Sequence[str], sizes: Mapping[str, int]) -> Iterator[ModuleRule]:
     """Yield the rules between modules that a rule between tensors stands for; none for other tensors than weights."""
     texts = [pattern.name.text for pattern in (*rule.a, *rule.b)]
+    replaced = [[text.removesuffix(_WEIGHT) for text in texts]]
     if _ANY in texts[0]:
         replaced = [[text.replace(_ANY, each) for text in texts] for each in inner]
-    elif all(text.endswith(_WEIGHT) for text in texts) or not rule.a[0].name.text.endswith((".bias", _WEIGHT, "scale")):
-        replaced = [[text.removesuffix(_WEIGHT) for text in texts]]
-    else:
+    elif texts[0].endswith((".bias", _WEIGHT, "scale")) and not all(text.endswith(_WEIGHT) for text in texts):
         return
-    axes, theirs = rule.a[0].axes, rule.b[0].axes
-    parts = [factors[0].symbol for factors in axes[0].sections if factors] if axes else []
-    others = [factors[0].symbol for factors in theirs[0].sections if factors] if theirs else []
+    parts, others = (
+        [factors[0].symbol for factors in pattern.axes[0].sections if factors] if pattern.axes else []
+        for pattern in (rule.a[0], rule.b[0])
+    )
     shares = tuple(sizes.get(symbol, 1) for symbol in parts) if len(rule.b) > 1 else (1,)
     if len(shares) != len(rule.b) or len(rule.a) > 1:
         return
     for text, *rest in replaced:
-        patterns = tuple(map(names.parsed, rest))
         swapped = len(rest) == 1 and parts != others
-        yield ModuleRule(names.parsed(text), patterns, shares, swapped, rule.one_way, rule.where[1])
+        a, *b = map(names.parsed, (text, *rest))
+        yield ModuleRule(a, tuple(b), shares, swapped, rule.one_way, rule.where[1])
