@@ -127,12 +127,7 @@ def possible_layouts(checkpoint: Checkpoint) -> list[str]:
 
 class _Conversion:
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        layout: str,
-        key: str | None,
-        config: str | Mapping[str, Any] | None,
-        lossy: bool,
+        self, checkpoint: Checkpoint, layout: str, key: str | None, config: str | Mapping[str, Any] | None, lossy: bool
     ) -> None:
         name, _, family = layout.removeprefix("lora:").partition(":")
         if name not in LAYOUTS or (family and family not in families()):
