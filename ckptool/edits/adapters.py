@@ -1,8 +1,13 @@
-"""Find the weights of a base model that an adapter changes, and describe an adapter."""
+"""Find the weights of a base model that an adapter changes, and describe an adapter.
+
+An adapter may use names of another layout of the same model. A built-in recipe gives a base these names, and says which
+rows of its tensors each weight is made of.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from typing import Final
@@ -11,15 +16,17 @@ from ..base.addresses import is_remote
 from ..base.errors import RefusedError
 from ..base.lazy import regex
 from ..base.nearest import nearest
+from ..base.records import NamedTuple
 from ..base.steps import command
 from ..base.text import join_limited, pluralize, quoted, shape_text
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.tensors import Tensor
+from ..formats.recipes.evaluation import Block, Output, View, apply, fits
+from ..formats.recipes.recipe import built_in, built_in_names
 from ..values.numeric import to_numbers
 from ..values.torch.adapters import NOT_ADDED, ORDER, AdapterStep, StoredTensor
-from .adapter_bases import Match, Weight, matches, own_weights, product_shape, renamed_weights, without_ones
 from .adapter_changes import Module, WeightChange, module_changes
-from .adapter_names import DOWN, NORMS, PEFT_PREFIX, WITH_DIFFUSERS, Modules, Parts, is_of_pipeline
+from .adapter_names import DOWN, MODELS, NORMS, PEFT_PREFIX, UP, WITH_DIFFUSERS, Modules, Parts, is_of_pipeline
 from .adapter_settings import (
     BY_PEFT,
     CONFIG,
@@ -37,6 +44,8 @@ from .lora_modules import base_of, layout_of
 _WITH_RANK: Final = (DOWN, "lora_embedding_A", "hada_w1_b")
 #: Kinds of adapters for pipelines, by parts that only they have.
 _KINDS: Final = {"hada_": "LoHa", "lokr_": "LoKr", "oft_": "OFT", "a1": "GLoRA", NORMS: "DoRA"}
+#: The prefix of the diffusion model in a file of a whole pipeline.
+_LDM: Final = "model.diffusion_model."
 
 
 def description(checkpoint: Checkpoint) -> str:
@@ -108,14 +117,12 @@ def weight_changes(
     """
     if adapter.of_pipeline:
         return _pipeline_changes(adapter, base, path, weight)
+    parts = {name: keys for model in adapter.modules() for name, keys in model.parts.items()}
     found: list[WeightChange] = []
     if adapter.has_parameters:
-        found, used = parameter_changes(adapter, base, path, weight)
-        rest = {key: tensor for key, tensor in adapter.tensors.items() if key not in used}
-        if not rest:
+        found, used = _parameter_changes(adapter, parts, base, path, weight)
+        if not (parts := {name: keys for name, keys in parts.items() if name not in used}):
             return found, {}
-        adapter = adapter._replace(tensors=rest)
-    parts = {name: keys for model in adapter.modules() for name, keys in model.parts.items()}
     shapes = {key: tensor.shape for key, tensor in base.items()}
     changes = _changes_of(adapter, parts, {}, shapes, path, weight)
     weights = [key.removesuffix(".weight") for key in shapes if key.endswith(".weight") and len(shapes[key]) > 1]
@@ -207,69 +214,54 @@ def _placed(adapter: Adapter, model: Modules, match: Match, path: str, weight: f
 # PEFT stores the matrices of all experts in two, without the name of the parameter: settings and shapes tell it.
 # Sources: PEFT (``tuners/lora/layer.py``, ParamWrapper; ``tuners/tuners_utils.py``, ``_inject_parameters``).
 
-#: A key: the module, how deep the wrapper of the parameter lies in others, and which of the matrices it is.
-_KEY: Final = regex(
-    r"(?P<module>.+?)(?P<nested>(?:\.base_layer)*)\.lora_(?P<which>[AB])(?:\.(?!weight\Z|bias\Z)[^.]+)?\.weight\Z"
-)
+#: The wrappers of other parameters of a module that lie around the wrapper of one.
+_NESTED: Final = regex(r"(?:\.base_layer)*\Z")
 #: The most experts of a layer; a crafted file may claim any number.
 _MOST_EXPERTS: Final = 1 << 14
 #: The orders of the two axes behind the axis of experts.
 _ORDERS: Final = ("out, in", "in, out")
 
 
-def parameter_changes(
-    adapter: Adapter, base: Mapping[str, Tensor], path: str, weight: float
+def _parameter_changes(
+    adapter: Adapter, parts: Mapping[str, Parts], base: Mapping[str, Tensor], path: str, weight: float
 ) -> tuple[list[WeightChange], set[str]]:
-    """Return the changes of parameters and the keys used; raise RefusedError if shapes do not tell which they are."""
+    """Return the changes of parameters and the modules used; raise RefusedError if shapes do not tell which."""
     targets = adapter.config.get("target_parameters")
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise adapter.refusal("its target_parameters are not a list of names", BY_PEFT)
+    owners: dict[str, list[str]] = {}
+    for wrapper in parts:
+        owners.setdefault(_NESTED.sub("", wrapper), []).append(wrapper)
     # A recipe makes tensors of experts in the order (experts, out, in). Those in the file may have (experts, in, out).
     layouts = [(own_weights(base), _ORDERS), *((made, _ORDERS[:1]) for _, made in renamed_weights(base, "stacked"))]
     found: list[WeightChange] = []
     used: set[str] = set()
-    for module, pairs in _pairs(adapter, targets).items():
-        names = sorted({f"{module}.{target.rpartition('.')[2]}" for target in targets if _is_in(module, target)})
+    for module, wrappers in owners.items():
+        every = {target: f"{module}.{target.rpartition('.')[2]}" for target in targets}
+        # A parameter that the settings name may be in the module.
+        names = sorted({name for target, name in every.items() if f".{name}".endswith(f".{target}")})
+        pairs = {name: (parts[name][DOWN], parts[name][UP]) for name in wrappers if parts[name].keys() == {DOWN, UP}}
+        if not (names and pairs):
+            continue
         known, orders = next((each for each in layouts if any(name in each[0] for name in names)), ({}, _ORDERS))
         if not known:
             message = f"{join_limited([quoted(name) for name in names])} not in {path}, nor experts that make it up"
             raise adapter.refusal(f"{message}: another base, or one with experts that no recipe describes", BY_PEFT)
         weights = {name: known[name] for name in names if name in known}
-        fits = [_fits(adapter, pair, weights, path) for pair in pairs]
+        fits = [_fits(adapter, pair, weights, path) for pair in pairs.values()]
         # All parameters of a module have the same order, so that one that is not square decides for the others.
         orders = tuple(order for order in orders if all(order in {way for _, way in ways} for ways in fits))
         taken: set[str] = set()
-        for pair, ways in zip(pairs, fits):
+        for pair, ways in zip(pairs.values(), fits):
             left = [(name, order) for name, order in ways if order in orders]
             if len(left) != 1 or left[0][0] in taken:
                 message = f"{quoted(pair[0])} fits {' and '.join(dict.fromkeys(quoted(name) for name, _ in ways))}"
                 raise adapter.refusal(f"{message} in several ways, and the file does not say which", BY_PEFT)
             ((name, order),) = left
             found += _expert_changes(adapter, pair, name, known[name], order, weight)
-            used |= {*pair}
             taken.add(name)
+        used |= pairs.keys()
     return found, used
-
-
-def _is_in(module: str, target: str) -> bool:
-    """Return whether a parameter that the settings name may be in a module."""
-    name = f"{module}.{target.rpartition('.')[2]}"
-    return name == target or name.endswith(f".{target}")
-
-
-def _pairs(adapter: Adapter, targets: list[str]) -> dict[str, list[tuple[str, str]]]:
-    """Return the keys of the two matrices of each parameter, A first, by the modules that hold them."""
-    found: dict[tuple[str, str], dict[str, str]] = {}
-    for key in adapter.tensors:
-        match = _KEY.match(key)
-        if match is not None and any(_is_in(match["module"], target) for target in targets):
-            found.setdefault((match["module"], match["nested"]), {})[match["which"]] = key
-    pairs: dict[str, list[tuple[str, str]]] = {}
-    for (module, _), keys in found.items():
-        if len(keys) < 2:
-            raise adapter.refusal(f"{quoted(next(iter(keys.values())))} has no partner: the file is incomplete")
-        pairs.setdefault(module, []).append((keys["A"], keys["B"]))
-    return pairs
 
 
 def _fits(adapter: Adapter, pair: tuple[str, str], weights: Mapping[str, Weight], path: str) -> list[tuple[str, str]]:
@@ -301,15 +293,10 @@ def _expert_changes(
     factor *= scale(adapter, name, rank)
     rows = prod(weight.shape[:-1]) // experts
     for expert in range(experts):
-        own = [a.rows(expert * rank, rank), _columns(b, expert, experts)]
-        first, second = (_turned(own[0]), _turned(own[1])) if order == "in, out" else (own[1], own[0])
-        for place in weight.places:
-            begin, end = max(place.begin, expert * rows), min(place.begin + place.rows, (expert + 1) * rows)
-            if begin < end:
-                part = first.rows(begin - expert * rows, end - begin)
-                at = place.first + begin - place.begin
-                step = AdapterStep("product", (part, second), factor, round_first=True, first_row=at, row=weight.row)
-                yield WeightChange(place.key, step)
+        own = a.rows(expert * rank, rank), _columns(b, expert, experts)
+        first, second = map(_turned, own) if order == "in, out" else own[::-1]
+        step = AdapterStep("product", (first, second), factor, round_first=True)
+        yield from weight.part(expert * rows, rows).changes(WeightChange(name, step))
 
 
 def _columns(part: StoredTensor, begin: int, step: int) -> StoredTensor:
@@ -324,3 +311,186 @@ def _columns(part: StoredTensor, begin: int, step: int) -> StoredTensor:
 
 def _turned(part: StoredTensor) -> StoredTensor:
     return part._replace(view=part.view._replace(shape=part.view.shape[::-1], stride=part.view.stride[::-1]))
+
+
+# -- the weights of a base, and their rows
+
+
+class Place(NamedTuple):
+    """Rows of a base tensor: key, first row, how many, and the first wanted row; ``is_part``: not all of its rows."""
+
+    key: str
+    first: int
+    rows: int
+    begin: int
+    is_part: bool
+
+
+class Weight(NamedTuple):
+    """A weight that an adapter may mean: its shape, the elements of a row, and its places in the base."""
+
+    shape: tuple[int, ...]
+    row: int
+    places: tuple[Place, ...]
+
+    def part(self, begin: int, rows: int) -> Weight:
+        """Return some rows of the weight."""
+        places = []
+        for place in self.places:
+            first, last = max(place.begin, begin), min(place.begin + place.rows, begin + rows)
+            if first < last:
+                at = place.first + first - place.begin
+                places.append(Place(place.key, at, last - first, first - begin, is_part=True))
+        return self._replace(places=tuple(places))
+
+    def changes(self, change: WeightChange) -> Iterator[WeightChange]:
+        """Yield a change of the weight as the change of each tensor in the base that has rows of it."""
+        for place in self.places:
+            step = change.step
+            if len(self.places) > 1 or place.is_part:
+                # The second tensor of a product has no row for each row of the weight.
+                parts = (
+                    part if at == 1 else part.rows(place.begin, place.rows) for at, part in enumerate(step.tensors)
+                )
+                step = step._replace(tensors=tuple(parts), first_row=place.first, row=self.row)
+            yield WeightChange(place.key, step)
+
+
+def own_weights(base: Mapping[str, Tensor]) -> dict[str, Weight]:
+    """Return the tensors of a base as weights, by name. Those with an axis of experts have the rows of all experts."""
+    return {name: _whole(name, tensor, tensor.shape) for name, tensor in base.items() if tensor.shape}
+
+
+def renamed_weights(
+    base: Mapping[str, Tensor], library: str, *, both_ways: bool = False
+) -> Iterator[tuple[str, dict[str, Weight]]]:
+    """Yield the weights of a base by the names that each built-in recipe to ``library`` gives them.
+
+    The first item is the family there, such as "unet". With ``both_ways`` also follow the recipes from the library to
+    others. Weights that are not made of whole rows are left out.
+    """
+    views = {name: View(tensor.shape, tensor.stride) for name, tensor in base.items()}
+    for each in built_in_names():
+        recipe = built_in(each)
+        found, _, family = recipe.b.partition(":")
+        if found != library:
+            continue
+        for turned in (recipe, recipe.reversed()) if both_ways else (recipe,):
+            if fits(turned, views):
+                with suppress(RefusedError):
+                    outputs = apply(turned, views, []).outputs
+                    weights = {output.name: _found(output, base) for output in outputs}
+                    yield family, {name: weight for name, weight in weights.items() if weight is not None}
+
+
+def _row(shape: Sequence[int]) -> int:
+    """Return the number of elements in a row of a weight. With three axes, each expert has rows of its own."""
+    return shape[-1] if len(shape) == 3 else prod(shape[1:])
+
+
+def _whole(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Weight:
+    row = _row(shape)
+    return Weight(shape, row, (Place(name, 0, tensor.numel // max(row, 1), 0, is_part=False),))
+
+
+def _found(output: Output, base: Mapping[str, Tensor]) -> Weight | None:
+    """Return a weight that a recipe makes of whole rows of the base; None for any other."""
+    if not output.shape:
+        return None
+    if not output.blocks:
+        (source,) = output.sources
+        return _whole(source, base[source], output.shape)
+    places = [_place(output, block, base[block.source]) for block in output.blocks]
+    found = tuple(place for place in places if place is not None)
+    return Weight(output.shape, _row(output.shape), found) if len(found) == len(places) else None
+
+
+def _place(output: Output, block: Block, source: Tensor) -> Place | None:
+    """Return the rows that a block moves, or None if it does not move whole rows without changing their order."""
+    row = _row(output.shape)
+    begins, extents = block.box
+    size = prod(extents)
+    outer = next((at for at, extent in enumerate(extents) if extent > 1), len(extents))
+    in_a_row = tuple(extents[outer + 1 :]) == tuple(output.grid[outer + 1 :])
+    begin = 0
+    for at, count in zip(begins, output.grid):
+        begin = begin * count + at
+    aligned = bool(row) and not (begin % row or block.begin % row or size % row)
+    if not (in_a_row and aligned and block.stride in ((), (1,))):
+        return None
+    return Place(block.source, block.begin // row, size // row, begin // row, size != source.numel)
+
+
+# -- the models of a pipeline
+
+
+class Match(NamedTuple):
+    """The weights of a base by the names of one layout, and the names there of the modules of an adapter.
+
+    ``fits`` counts the modules with a fitting shape; ``is_whole``: all modules are there, and fit. ``is_sure``: the
+    layout belongs to one model.
+    """
+
+    weights: Mapping[str, Weight]
+    names: Mapping[str, str]
+    fits: int
+    is_whole: bool
+    is_sure: bool
+
+
+def matches(adapter: Adapter, models: Sequence[Modules], base: Mapping[str, Tensor]) -> list[Match | None]:
+    """Return where the base holds each model of an adapter, or None for a model of another base."""
+    layouts = list(_layouts(base))
+    found = [_match(adapter, model, layouts) for model in models]
+    is_any = any(match.is_whole for match in found)
+    best = max(found, key=lambda match: (match.fits, len(match.names)))
+    # A model that the base holds in part is wrong. One that it does not hold belongs to another base.
+    used = [match.is_whole or (bool(match.names) and match.is_sure) if is_any else match is best for match in found]
+    return [match if wanted else None for match, wanted in zip(found, used)]
+
+
+def _match(adapter: Adapter, model: Modules, layouts: Sequence[tuple[str, Mapping[str, Weight]]]) -> Match:
+    """Return the layout of the base with most of the modules; raise RefusedError if two layouts have them all."""
+    best = Match({}, {}, 0, False, False)
+    places: set[tuple[tuple[Place, ...], ...]] = set()
+    for owner, weights in layouts:
+        if owner not in ("", model.model):
+            continue
+        own = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
+        counts = Counter(map(model.form, own))
+        # A form of two modules names neither.
+        index = {form: name for name in own if counts[form := model.form(name)] == 1}
+        names = {module: index[form] for module in model.parts if (form := model.form(module)) in index}
+        shapes = [(product_shape(adapter, model.parts[module]), weights[f"{names[module]}.weight"]) for module in names]
+        count = sum(shape is None or without_ones(shape) == without_ones(weight.shape) for shape, weight in shapes)
+        match = Match(weights, names, count, count == len(model.parts), owner != "")
+        if match.is_whole:
+            places.add(tuple(weight.places for _, weight in shapes))
+        best = max(best, match, key=lambda each: (each.is_whole, each.fits, len(each.names)))
+    if len(places) > 1:
+        raise adapter.refusal(f"the names of {model.label} mean different weights of the base", WITH_DIFFUSERS)
+    return best
+
+
+def product_shape(adapter: Adapter, parts: Mapping[str, str]) -> tuple[int, ...] | None:
+    """Return the shape of the weight that two matrices change, or None if one is missing."""
+    a, b = (adapter.tensors.get(parts.get(part, "")) for part in (DOWN, UP))
+    return (*b.shape[:1], *a.shape[1:]) if a is not None and b is not None else None
+
+
+def without_ones(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape without the 1s behind the second dimension: a convolution of 1x1 is a linear layer."""
+    return tuple(shape[:2]) if prod(shape[2:]) == 1 else tuple(shape)
+
+
+def _layouts(base: Mapping[str, Tensor]) -> Iterator[tuple[str, Mapping[str, Weight]]]:
+    """Yield the names of the base, and those of built-in recipes; first the model of the pipeline, "" for any."""
+    own = own_weights(base)
+    yield "", own
+    for prefix in (_LDM, *(f"{label}." for label in MODELS)):
+        inside = {name.removeprefix(prefix): weight for name, weight in own.items() if name.startswith(prefix)}
+        if inside:
+            yield MODELS.get(prefix[:-1], "unet"), inside
+    for family, weights in renamed_weights(base, "diffusers", both_ways=True):
+        if family in MODELS:
+            yield MODELS[family], {name.removeprefix(_LDM): each for name, each in weights.items()}
