@@ -67,8 +67,6 @@ _ORIGINAL: Final = ".original_module."
 #: Modules whose LoRA early versions of diffusers wrote behind the attention, in a U-Net and in a text encoder.
 _OLD_UNET: Final = {"to_out": "to_out.0"}
 _OLD_TEXT: Final = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
-#: Text encoders have this before their names, or lack it since transformers 5.
-_TEXT_MODEL: Final = "text_model."
 WITH_DIFFUSERS: Final = "with diffusers: pipe.load_lora_weights(), pipe.fuse_lora(), pipe.save_pretrained()"
 
 
@@ -96,15 +94,21 @@ class Modules(NamedTuple):
 
     @property
     def model(self) -> str:
-        """The model of the pipeline: "unet" also for a diffusion transformer."""
-        return MODELS[self.label]
+        """The model of the pipeline: "unet" also for a diffusion transformer, and without a label."""
+        return MODELS.get(self.label, "unet")
+
+    @property
+    def dotless(self) -> bool:
+        """Whether names have "_" for dots."""
+        return self.layout == "kohya"
 
     def form(self, module: str) -> str:
-        """Return a name in the form in which names of the adapter and the base are compared."""
-        dotless = self.layout == "kohya"
-        name = module.replace(".", "_") if dotless else module
-        prefix = _TEXT_MODEL.replace(".", "_") if dotless else _TEXT_MODEL
-        return name.removeprefix(prefix) if self.model != "unet" else name
+        """Return a name in the form in which names of the adapter and the base are compared.
+
+        Text encoders lack ``text_model`` since transformers 5.
+        """
+        name = module.replace(".", "_") if self.dotless else module
+        return name if self.model == "unet" else name.removeprefix("text_model_" if self.dotless else "text_model.")
 
 
 def is_of_pipeline(keys: Collection[str]) -> bool:

@@ -333,16 +333,15 @@ class _Conversion:
 
     def _written(self, out: Out, change: _Change) -> tuple[list[tuple[str, Ref]], bool]:
         """Return the tensors of a module under their new names, and whether values were rounded."""
-        prefix, parts, scale = self.names.prefix(out), dict(change.parts), change.scale
+        name, parts, scale = self.names.title(out), dict(change.parts), change.scale
         sources = [self.modules[piece.source].parts for piece in out.pieces if piece.source is not None]
         kohya = self.layout in ("kohya", "comfyui")
         # PEFT and diffusers have other names and the transpose for a table; lora_mid is a factor of the product.
         table = out.model not in ("unet", "transformer") and LOOKUP.search(out.name)
-        if not prefix or (not kohya and DOWN in parts and (table or _MID in parts)):
+        if not name or (not kohya and DOWN in parts and (table or _MID in parts)):
             keys = dict.fromkeys(key for own in sources for part, key in own.items() if part != "alpha")
             self.lost += () if all(map(self._is_nothing, sources)) else keys
             return [], False
-        name = prefix + self.names.spelled(out)
         spelled: Mapping[str, str] = _KOHYA if kohya else _PEFT if self.layout == "peft" else _DIFFUSERS
         if self.layout == "comfyui" and _MID not in parts:
             spelled = {**_KOHYA, DOWN: DOWN, UP: UP}
@@ -421,7 +420,7 @@ class _Conversion:
         self, ranks: Mapping[str, int], alphas: Mapping[str, float], items: Sequence[tuple[str, Ref]]
     ) -> dict[str, Any]:
         """Return the settings of PEFT: the input's own, if it has PEFT's names."""
-        if self.config and not any(module.label for module in self.modules):
+        if self.config and not any(model.label for model in self.models):
             return self.config
         return {
             **NEW_SETTINGS,

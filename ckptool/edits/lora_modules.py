@@ -20,18 +20,14 @@ Shape: TypeAlias = Callable[[str], tuple[int, ...]]
 
 #: The layouts, and what people call the programs that read them.
 LAYOUTS: Final = {"kohya": "kohya's sd-scripts", "comfyui": "ComfyUI", "diffusers": "diffusers", "peft": "PEFT"}
-#: The prefixes of the models under the names of each program.
+#: The prefixes of the models in the names of each program; "" is any model that is no text encoder.
 _PREFIXES: Final = {
-    "kohya": {
-        "": "lora_unet_",
-        "lora_te_": "lora_te_",
-        **{f"text_encoder{n}": f"lora_te{n[1:] or 1}_" for n in ("", "_2", "_3")},
-    },
-    "comfyui": {
-        "": "diffusion_model.",
-        "text_encoder": "text_encoders.clip_l.transformer.",
-        "text_encoder_2": "text_encoders.clip_g.transformer.",
-        "text_encoder_3": "text_encoders.t5xxl.transformer.",
+    "kohya": {"": "lora_unet_", "lora_te_": "lora_te_", "text_encoder": "lora_te1_"}
+    | {f"text_encoder_{number}": f"lora_te{number}_" for number in (2, 3)},
+    "comfyui": {"": "diffusion_model."}
+    | {
+        f"text_encoder{number}": f"text_encoders.{name}.transformer."
+        for number, name in (("", "clip_l"), ("_2", "clip_g"), ("_3", "t5xxl"))
     },
     "diffusers": {name: f"{name}." for name in ("unet", "transformer", "text_encoder", "text_encoder_2")},
     "peft": {"": PEFT_PREFIX},
@@ -39,18 +35,16 @@ _PREFIXES: Final = {
 
 
 class LoraModule(NamedTuple):
-    """A module that a LoRA changes: its model in a pipeline ("" if the names do not say), its name as spelled, and the
-    keys of its parts. ``dotless``: the name has "_" for dots."""
+    """A module that a LoRA changes: its model, its name as spelled, and the keys of its parts."""
 
-    label: str
+    owner: Modules
     name: str
-    dotless: bool
     parts: Parts
 
     @property
     def is_text(self) -> bool:
         """Whether it belongs to a text encoder of a pipeline."""
-        return MODELS.get(self.label, "unet") != "unet"
+        return self.owner.model != "unet"
 
 
 class Piece(NamedTuple):
@@ -84,7 +78,7 @@ def base_of(models: Sequence[Modules], shape: Shape) -> str:
 
 def layout_of(models: Sequence[Modules]) -> str:
     """Return the program whose names a LoRA of a pipeline has."""
-    if any(model.layout == "kohya" for model in models):
+    if any(model.dotless for model in models):
         return "kohya"
     comfyui = any(model.label in ("diffusion_model", "clip_l", "clip_g", "t5xxl") for model in models)
     return "ComfyUI" if comfyui else "diffusers"
@@ -99,11 +93,8 @@ class Renaming:
     """
 
     def __init__(self, models: Sequence[Modules], layout: str, wanted: str, shape: Shape) -> None:
-        self.modules = [
-            LoraModule(model.label, name, model.layout == "kohya", parts)
-            for model in models
-            for name, parts in model.parts.items()
-        ]
+        self.modules = [LoraModule(model, *item) for model in models for item in model.parts.items()]
+        self._has_second = any(model.model == "text_encoder_2" for model in models)
         self.layout = layout
         self._shape: Shape = lambda key: shape(key) or (0,)
         self.notes: list[str] = []
@@ -111,15 +102,12 @@ class Renaming:
         #: The models that the output changes.
         self.models = list(dict.fromkeys(out.model for out in self.outs))
 
-    def prefix(self, out: Out) -> str:
-        """Return the prefix of a module; "" if the program has no such model."""
-        own = _PREFIXES[self.layout]
+    def title(self, out: Out) -> str:
+        """Return the full name of a module of the output; "" if the program has no such model."""
+        prefixes = _PREFIXES[self.layout]
         is_text = self.layout != "peft" and out.model.startswith(("text_encoder", "lora_te"))
-        return own.get(out.model, "" if is_text else own.get("", ""))
-
-    def spelled(self, out: Out) -> str:
-        """Return the name of a module in the layout, without its prefix."""
-        return out.name.replace(".", "_") if self.layout == "kohya" else out.name
+        prefix = prefixes.get(out.model, "" if is_text else prefixes.get("", ""))
+        return prefix and prefix + (out.name.replace(".", "_") if self.layout == "kohya" else out.name)
 
     def _chosen(self, wanted: str) -> tuple[Family | None, str, list[Out]]:
         """Return the family of the base model, its name, and the modules of the output; raise RefusedError if families
@@ -132,7 +120,7 @@ class Renaming:
             if len(places) == len(core) and (wanted or self._fits(family, places)):
                 outs = [*self._outs(places, family), *self._text_outs(texts, family)]
                 # Different names in dots may be the same without.
-                named = tuple((self._title(out), out._replace(name="")) for out in outs)
+                named = tuple((title := self.title(out), out._replace(name="" if title else out.name)) for out in outs)
                 found.setdefault(named, ([], outs))[0].append(family)
         if not found and (not core or self._keeps_names(core)):
             outs = [Out("model", self.modules[at].name, (Piece(at),)) for at in core]
@@ -149,28 +137,24 @@ class Renaming:
         if others:
             way = f"lora:{self.layout}:{others[0].key}"
             self.notes.append(f"taken for a LoRA of {chosen.name}; for one of {others[0].name}, name it: {way}")
-        counts = Counter(map(self._title, outs))
-        if twice := next((name for name, number in counts.items() if number > 1), ""):
+        counts = Counter((self.layout == "peft" and out.model, self.title(out)) for out in outs)
+        if twice := next((name for (_, name), number in counts.items() if name and number > 1), ""):
             raise RefusedError(f"two of its modules would become {quoted(twice)}")
         return chosen, " or ".join(family.name for family in same), outs
 
-    def _title(self, out: Out) -> str:
-        """Return the name of a module in the output; its model stands before it."""
-        return (f"{out.model}/" if self.layout == "peft" else self.prefix(out)) + self.spelled(out)
-
     def _keeps_names(self, core: Sequence[int]) -> bool:
         """Return whether the names of an unknown model are right as they are: its library wrote them."""
-        labels = {self.modules[at].label for at in core}
+        owners = [self.modules[at].owner for at in core]
+        labels = {owner.label for owner in owners}
         own = labels == {""} or (self.layout in ("peft", "diffusers") and labels <= {"unet", "transformer"})
-        return own and not any(self.modules[at].dotless for at in core)
+        return own and not any(owner.dotless for owner in owners)
 
     def _is_clip(self, at: int) -> bool:
         """Return whether a module without the name of a model is one of a text encoder."""
-        return not self.modules[at].label and any(self._places(families()[key], [at]) for key in ("clip", "t5"))
+        return not self.modules[at].owner.label and any(self._places(families()[key], [at]) for key in ("clip", "t5"))
 
     def _fits(self, family: Family, places: Mapping[int, Place]) -> bool:
-        several = any(MODELS.get(module.label) == "text_encoder_2" for module in self.modules)
-        if family.model == "text_encoder" or (family.text_encoders == 1 and several):
+        if family.model == "text_encoder" or (family.text_encoders == 1 and self._has_second):
             return False
         for at, place in places.items():
             names, parts = place.names(1), self.modules[at].parts
@@ -183,7 +167,8 @@ class Renaming:
     def _places(self, family: Family, which: Sequence[int]) -> dict[int, Place]:
         found = {}
         for at in which:
-            _, name, dotless, parts = self.modules[at]
+            owner, name, parts = self.modules[at]
+            dotless = owner.dotless
             places = family.places(name, dotless=dotless)
             if not places and family.key == "clip":
                 places = family.places(f"text_model{'_' if dotless else '.'}{name}", dotless=dotless)
@@ -222,16 +207,15 @@ class Renaming:
         yield from (Out(family.model, name, tuple(pieces)) for name, pieces in joined.items())
 
     def _text_outs(self, which: Sequence[int], family: Family | None) -> Iterator[Out]:
-        second = any(MODELS.get(module.label) == "text_encoder_2" for module in self.modules)
         for at in which:
             found = ((key, self._places(families()[key], [at]).get(at)) for key in ("clip", "t5"))
             key, place = next(((key, place) for key, place in found if place), ("", None))
             if place is None:
                 raise self._unknown([at], "")
-            label = self.modules[at].label
+            label = self.modules[at].owner.label
             encoder = "text_encoder_3" if key == "t5" else MODELS.get(label, "text_encoder")
             # The only text encoder of a model has no number in kohya's layout.
-            alone = family.text_encoders == 1 if family is not None else label != "te1" and not second
+            alone = family.text_encoders == 1 if family is not None else label != "te1" and not self._has_second
             only = self.layout == "kohya" and encoder == "text_encoder" and alone
             yield Out("lora_te_" if only else encoder, place.names(1)[0], (Piece(at),))
 
@@ -241,6 +225,6 @@ class Renaming:
         first = self.modules[next((at for at in which if at not in found), which[0])]
         what = f"{known[0].name} has no module" if wanted else "no model that is known here has the module"
         what += f" {quoted(first.name)}{'' if wanted or not found else ' beside the others'}"
-        if first.dotless:
+        if first.owner.dotless:
             what += ', and which "_" stand for dots is not in the file'
         return RefusedError(what, next="convert it with the program that trained it")
