@@ -188,10 +188,12 @@ def open_adapter(
     if given is None:
         raise _without_config(adapter)
     kind = given.get("peft_type")
-    if kind not in table("edits/adapters")["merged"]:
-        if kind in table("edits/adapters")["without weights"]:
-            message = f"an adapter of the type {kind} adds inputs or layers, and has no merge"
-            raise adapter.refusal(message, "load it with PEFT")
+    types = table("edits/adapters")
+    if kind in types["without weights"]:
+        raise adapter.refusal(
+            f"an adapter of the type {kind} adds inputs or layers, and has no merge", "load it with PEFT"
+        )
+    if kind not in types["merged"]:
         raise adapter.refusal(f"adapters of the type {json.dumps(kind)[:80]} are not supported", BY_PEFT)
     check_tensors(adapter)
     check_settings(adapter)
@@ -205,8 +207,7 @@ def adapter_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     if open_folder(folder).size(CONFIG) is None:
         return None
     path = os.path.join(folder, CONFIG)
-    config = read_object(path)
-    if config is None:
+    if (config := read_object(path)) is None:
         raise RefusedError("it is not a JSON object", path=path)
     return config
 
@@ -233,9 +234,8 @@ def _without_config(adapter: Adapter) -> RefusedError:
     if not adapter_keys(keys):
         return adapter.refusal(f"it is not an adapter: there is no {CONFIG} beside it, and no name of an adapter in it")
     message = f"there is no {CONFIG} beside it, and without lora_alpha the scale of the adapter is not known"
-    way = f"put its {CONFIG} into the same folder, name it with `--config FILE`"
-    way += " if the command has it, or give "
-    return adapter.refusal(message, (way + "`--alpha=`, its lora_alpha"))
+    way = f"put its {CONFIG} into the same folder, name it with `--config FILE` if the command has it"
+    return adapter.refusal(message, f"{way}, or give `--alpha=`, its lora_alpha")
 
 
 def check_tensors(adapter: Adapter) -> None:
@@ -273,8 +273,7 @@ def check_settings(adapter: Adapter) -> None:
     if isinstance(start, str) and start.lower() not in _INITIAL:
         raise adapter.refusal(f"its init_lora_weights {quoted(start)} is not known", BY_PEFT)
     known = " ".join(table("edits/adapters")["settings"]).split()
-    unknown = sorted(name for name, value in config.items() if value and name not in known)
-    if unknown:
+    if unknown := sorted(name for name, value in config.items() if value and name not in known):
         raise adapter.refusal(f"{CONFIG} has settings that are not known: {join_limited(unknown)}", BY_PEFT)
 
 
@@ -390,9 +389,8 @@ def _matches(pattern: str, module: str, times: int = 1, *, anywhere: bool = Fals
     Raise ValueError for an expression that is not valid, or that may take too many steps for so many comparisons.
     """
     repeated, choices = sum(map(pattern.count, "*+?{")), pattern.count("|") + 1
-    if len(pattern) > _LONGEST_PATTERN or re.search(r"\)[*+?{]", pattern):
-        raise ValueError("is too complex")
-    if (len(module) + 1) ** (repeated + 1) * choices ** pattern.count("(") * times > _MOST_STEPS:
+    is_long = len(pattern) > _LONGEST_PATTERN or re.search(r"\)[*+?{]", pattern)
+    if is_long or (len(module) + 1) ** (repeated + 1) * choices ** pattern.count("(") * times > _MOST_STEPS:
         raise ValueError("is too complex")
     try:
         return _compiled(rf"(.*\.)?({pattern})$" if anywhere else pattern).fullmatch(module) is not None

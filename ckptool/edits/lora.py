@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 from ..base.addresses import is_folder
 from ..base.dtypes import BY_NAME
-from ..base.errors import CkptoolError, RefusedError, TargetError
+from ..base.errors import CkptoolError, RefusedError, TargetError, adding_path
 from ..base.lazy import regex
 from ..base.steps import NextStep, as_step, command, suggested_output
 from ..base.text import pluralize, quoted
@@ -28,7 +28,7 @@ from ..values.numeric import ROUNDED
 from ..values.torch.adapters import AdapterStep, StoredTensor, merged_elements
 from ..values.torch.loads import need_torch
 from .adapter_changes import WeightChange
-from .adapter_names import is_of_pipeline
+from .adapter_names import is_of_pipeline, modules
 from .adapter_settings import BY_PEFT, Adapter, open_adapter, vector
 from .adapter_settings import CONFIG as ADAPTER_CONFIG
 from .adapters import description, weight_changes
@@ -98,6 +98,8 @@ def merge_lora(
         return model.replace(changes=(*model.changes, Change("lora-merge", key or "", number, 0, what, notes)))
     given = settings(base, config)
     if keep == "adapter":
+        with adding_path(base.path):
+            modules([entry.key for entry in part.survey.tensors])  # refused if a tensor lacks its partner
         if given is None:
             what = f"PEFT needs {ADAPTER_CONFIG} beside an adapter, and it is not beside the model"
             raise RefusedError(what, path=base.path, next="name it with `--config=`")

@@ -236,8 +236,8 @@ class _Conversion:
         """Return the first row and the number of rows of a part."""
         rows, number = self.adapter.stored(key).view.shape[0], sum(piece.shares)
         if rows % number:
-            what = f"{quoted(key)} has {pluralize(rows, 'row')}, and {number} equal parts are needed"
-            raise self.adapter.refusal(what)
+            rows_text = pluralize(rows, "row")
+            raise self.adapter.refusal(f"{quoted(key)} has {rows_text}, and {number} equal parts are needed")
         return rows // number * sum(piece.shares[: piece.at]), rows // number * piece.shares[piece.at]
 
     def _heights(self, out: Out, keys: Sequence[Parts]) -> list[int]:
@@ -270,8 +270,8 @@ class _Conversion:
         models = self.names.models
         if self.layout == "peft" and len(models) > 1:
             if model not in models:
-                what = f"it changes several models, and PEFT has a folder for each: {join_limited(models)}"
-                what = what if model is None else f"it does not change {model!r}, but {join_limited(models)}"
+                what = "it changes several models, and PEFT has a folder for each"
+                what = f"{what if model is None else f'it does not change {model!r}'}: {join_limited(models)}"
                 way = f"`ckptool lora convert` writes all of them with -o; in Python, model={models[0]!r}"
                 raise TargetError(what, path=self.path, next=way)
             self.outs = [out for out in self.outs if out.model == model]
@@ -286,7 +286,13 @@ class _Conversion:
             items += made
             if made and DOWN in change.parts:
                 numbers[out.name] = change.scale, change.parts[DOWN].shape[0]
-        self._refuse_lost(rest=bool(items))
+        if self.lost:
+            which = [quoted(key) for key in self.lost]
+            what = f"{LAYOUTS[self.layout]} has no place for {pluralize(len(which), 'tensor')}"
+            if not (self.lossy and items):
+                step = "`--allow-loss entries` leaves them out" if items else ""
+                raise self.adapter.refusal(f"{what}: {join_limited(which, most=3)}", step)
+            self.notes.append(f"left out: {join_limited(which, most=6)}")
         if not items:
             raise self.adapter.refusal("it changes nothing: all of its values are zero")
         old = self.state_dict.items[0][0]
@@ -321,15 +327,6 @@ class _Conversion:
             return edited.replace(texts=target.metadata, target=target)
         edited = peft_folder(edited, self._settings(ranks, alphas, items))
         return edited.replace(target=edited.target and edited.target._replace(key=self.state_dict.path))
-
-    def _refuse_lost(self, *, rest: bool) -> None:
-        if not self.lost:
-            return
-        what = f"{LAYOUTS[self.layout]} has no place for {pluralize(len(self.lost), 'tensor')}"
-        what += f": {join_limited([quoted(key) for key in self.lost], most=3)}"
-        if not (self.lossy and rest):
-            raise self.adapter.refusal(what, "`--allow-loss entries` leaves them out" if rest else "")
-        self.notes.append(f"left out: {join_limited([quoted(key) for key in self.lost], most=6)}")
 
     def _written(self, out: Out, change: _Change) -> tuple[list[tuple[str, Ref]], bool]:
         """Return the tensors of a module under their new names, and whether values were rounded."""
