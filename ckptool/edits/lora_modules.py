@@ -20,7 +20,7 @@ Shape: TypeAlias = Callable[[str], tuple[int, ...]]
 
 #: The layouts, and what people call the programs that read them.
 LAYOUTS: Final = {"kohya": "kohya's sd-scripts", "comfyui": "ComfyUI", "diffusers": "diffusers", "peft": "PEFT"}
-#: The prefixes of the models in the names of each program; "" is any model that is no text encoder.
+#: The prefixes of the models in the names of each program; "" stands for a U-Net or a transformer.
 _PREFIXES: Final = {
     "kohya": {"": "lora_unet_", "lora_te_": "lora_te_", "text_encoder": "lora_te1_"}
     | {f"text_encoder_{number}": f"lora_te{number}_" for number in (2, 3)},
