@@ -58,15 +58,15 @@ class AdapterStep(NamedTuple):
     ``product`` adds B @ A (``tensors``: B, A, and perhaps DoRA's magnitude: one for each row of the weight, or for each
     column with ``transposed``), ``adalora`` B @ (A * E), divided by ``rank``, ``vera`` B @ A with scaled rows (and the
     scales of both), ``hadamard`` (A1 @ B1) * (A2 @ B2), perhaps with a core before each pair, ``kronecker`` the
-    Kronecker product of two factors, the first of which has ``rank`` tensors, ``sum`` a tensor. ``copy`` replaces the
-    weight, ``rows`` the rows with the numbers ``rows``. ``scale`` multiplies. ``butterfly`` rotates the columns by
-    blocks (1 x blocks x size x size) and multiplies the rows by numbers, ``rotation`` rotates by the upper triangles of
-    the blocks, by a series of ``rank`` terms or, with 0, exactly.
+    Kronecker product of two factors (the first ``rank`` tensors give the first one), ``sum`` a tensor. ``copy``
+    replaces the weight, ``rows`` the rows with the numbers ``rows``. ``scale`` multiplies. ``butterfly`` rotates the
+    columns by blocks (1 x blocks x size x size) and multiplies the rows by numbers, ``rotation`` rotates by the upper
+    triangles of the blocks, by a series of ``rank`` terms or, with 0, exactly.
 
     With ``round_first`` a product is rounded to the dtype of the weight, as PEFT does for embeddings, with ``in_model``
-    to that of the tensors: PEFT casts an adapter to 32 bits when it loads it, but no model that holds the adapter
-    already. With ``transposed`` it is added as its transpose; else B may have fewer rows than the weight: they belong
-    to its rows from ``first_row`` on. With ``row``, a row of the weight has so many elements, whatever its shape is: a
+    to the dtype of the tensors: PEFT casts an adapter to 32 bits when it loads it, except one that is inside a model.
+    With ``transposed`` it is added as its transpose. Otherwise B may have fewer rows than the weight: they belong to
+    its rows from ``first_row`` on. With ``row``, a row of the weight has so many elements, whatever its shape is: a
     tensor of experts has the rows of each expert.
     """
 
