@@ -67,7 +67,9 @@ def slot(checkpoint: Checkpoint, path: str) -> Slot | None:
     if holder is None or items is None:
         root = mapping(graph, graph.root) if checkpoint.traits.flat_names else None
         names = [graph.nodes[key] for key, _ in root or ()]  # a dot in them has no meaning
-        return None if root is None else Slot(graph.root, root, names.index(path) if path in names else -1, path)
+        if root is None or (path not in names and any(_plain(each.path) == path for each in _readings(graph, path))):
+            return None
+        return Slot(graph.root, root, names.index(path) if path in names else -1, path)
     entries = as_children(graph, items)
     entry = match_step(graph, entries, last)
     return Slot(holder.ref, items, -1 if entry is None else entries.index(entry), last.value)

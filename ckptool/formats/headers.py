@@ -27,12 +27,12 @@ def header_writer(
     again, unless ``force`` allows that; and if the index beside a shard cannot have the new names.
     """
     if not plan.fits:
-        size = human_bytes(plan.whole.size)
+        what = f"the new header is {'longer' if len(plan.new) > len(plan.old) else 'shorter'} than the old one"
         if source.links > 1:
-            what = f"the new header is longer than the old one, and the file has {source.links:,} names (hard links)"
+            what += f", and the file has {source.links:,} names (hard links)"
             raise RefusedError(what, path=source.name, next="write a new file with `-o=`")
         if not force:
-            what = f"the new header is longer than the old one, so all {size} must be written again"
+            what += f", so all {human_bytes(plan.whole.size)} must be written again"
             step = "to do that, add `--force=`, or write a new file with `-o=`"
             raise RefusedError(what, path=source.name, next=step)
     finish = _index_writer(source.name, before, after)

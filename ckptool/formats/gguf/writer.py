@@ -157,7 +157,7 @@ def _encoded(checkpoint: Checkpoint, name: str, value: Any, kind: int, inner: in
             raw = b""
         (read,) = form.unpack(raw) if raw else (None,)
         read = shortest(read) if NUMBERS[kind] == "f" and raw else read
-        if raw and read == value:
+        if raw and (read == value or value != value):
             return read, raw
     elif kind == ARRAY and isinstance(value, list):
         parts = [_encoded(checkpoint, name, part, inner, -1, order) for part in value]
