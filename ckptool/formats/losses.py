@@ -187,7 +187,7 @@ def _unfit(checkpoint: Checkpoint, what: str) -> RefusedError:
     step."""
     step = f"call it {quote(suggested_output(checkpoint.path, extension='.pth'))}"
     added = [change.path for change in checkpoint.changes if change.edit == "set" and change.number]
-    if checkpoint.container.holds_texts and added:
+    if checkpoint.container.holds_texts and added and not added[-1].startswith("__metadata__."):
         step = f"a text in the header is set as __metadata__.{added[-1]}; to add an entry, {step}"
     return RefusedError(what, path=checkpoint.path, next=step)
 
