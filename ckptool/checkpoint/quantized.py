@@ -37,18 +37,18 @@ Shape: TypeAlias = tuple[int, ...]
 _E8M0: Final = "float8_e8m0fnu"
 _FP8: Final = frozenset(name for name in BY_NAME if name.startswith("float8_") and name != _E8M0)
 _BYTES: Final = frozenset(("uint8", "int8", "float4_e2m1fn_x2"))
-_CODES: Final = _FP8 | _BYTES | {"int16", "uint16", "int32"}
-_INDEX: Final = frozenset(("int32", "int64"))
+_CODES: Final = _FP8 | _BYTES | {"int16", "uint16", "int32", "uint32"}
 _FLOATS: Final = frozenset(("bfloat16", "float16", "float32"))
 _EXPONENTS: Final = frozenset((_E8M0, "uint8"))
 _DTYPES: Final = {
-    **{"any": frozenset(BY_NAME), "bytes": _BYTES, "fp8": _FP8, "codes": _CODES, "index": _INDEX},
-    **{"floats": _FLOATS, "exponents": _EXPONENTS, "scales": _FLOATS | _EXPONENTS},
+    **{"any": frozenset(BY_NAME), "bytes": _BYTES, "fp8": _FP8, "codes": _CODES},
+    **{"floats": _FLOATS, "exponents": _EXPONENTS, "scales": _FLOATS | _EXPONENTS, "index": {"int32", "int64"}},
 }
 _STATE: Final = ".quant_state.bitsandbytes__"
 #: Ends of names: of parts of a weight in any model, and in a quantized one, and of other tensors in a quantized model.
 _MARKS, _PARTS, _BESIDE = (tuple(words(" ".join(lines[1:]))) for lines in table("checkpoint/quantized_names").values())
-_OF_HEADS: Final = (".q_scale", ".k_scale", ".v_scale")
+#: The end of a name of a scale, of whatever format.
+_SCALE: Final = re.compile(r"(?<!logit_)(scal|absmax|amax|SCB)[^.]*$")
 #: The problem of a format that is recognised, and whose layout is not in the table.
 UNKNOWN_LAYOUT: Final = "its layout is not known"
 #: The classes of torchao whose codes are in rows, as they are.
@@ -136,12 +136,10 @@ class _Case:
 
     def __init__(self, search: _Search, name: str, tensors: Mapping[str, Tensor]) -> None:
         self.checkpoint, self.config = search.checkpoint, search.config
-        self.name = name
-        self.tensors: Mapping[str, Tensor] = tensors
+        self.name, self.tensors = name, tensors
         self.code: Shape = tensors[""].shape
         self.dtype: str = tensors[""].dtype
-        #: Whether small tensors are not worth a request each.
-        self.remote = search.remote
+        self.remote = search.remote  # small tensors are not worth a request each
 
     def shape(self, end: str) -> Shape:
         """Return the shape of a part; () for one that is absent."""
@@ -164,12 +162,11 @@ class _Case:
 
     def numbers(self, end: str) -> Shape:
         """Return the integers in a tiny tensor, or () if they cannot be read."""
-        width = BY_NAME[self.tensors[end].dtype].itemsize if end in self.tensors else 1
-        data = memoryview(self.read(end) if end in self.tensors else b"")
-        big = self.checkpoint.container.byteorder == "big"
-        return tuple(
-            int.from_bytes(data[at : at + width], "big" if big else "little") for at in range(0, len(data), width)
-        )
+        if end not in self.tensors:
+            return ()
+        width, data = BY_NAME[self.tensors[end].dtype].itemsize, self.read(end)
+        order: Any = "big" if self.checkpoint.container.byteorder == "big" else "little"
+        return tuple(int.from_bytes(data[at : at + width], order) for at in range(0, len(data), width))
 
 
 class Plain(NamedTuple):
@@ -210,12 +207,10 @@ def _bnb(case: _Case) -> Plain:
     if case.tensors[".absmax"].dtype not in ("uint8", "float32") or prod(case.shape(".quant_map")) != 16:
         return Plain(tuple(shape), "absmax or quant_map is of another dtype or size than bitsandbytes writes")
     if case.tensors[".absmax"].dtype == "uint8":
-        nested = state.get("nested_blocksize")
-        if not {".nested_absmax", ".nested_quant_map"} <= case.tensors.keys() or type(nested) is not int or nested < 1:
-            return Plain(tuple(shape), "nested_absmax, nested_quant_map or nested_blocksize is missing")
-        offset = state.get("nested_offset", 0.0)
-        if type(offset) not in (int, float) or prod(case.shape(".nested_quant_map")) != 256:
-            return Plain(tuple(shape), "nested_offset or nested_quant_map cannot be read")
+        nested, offset = state.get("nested_blocksize"), state.get("nested_offset", 0.0)
+        known = {".nested_absmax", ".nested_quant_map"} <= case.tensors.keys() and type(offset) in (int, float)
+        if not known or type(nested) is not int or nested < 1 or prod(case.shape(".nested_quant_map")) != 256:
+            return Plain(tuple(shape), "its nested state is missing or cannot be read")
         fits = fits and prod(case.shape(".nested_absmax")) == -(-blocks // nested)
     return _fitting(case, ".absmax", tuple(shape), fits, dtype=str(state.get("dtype", "")), **numbers)
 
@@ -502,28 +497,29 @@ class _Search:
 
     def search(self, names: Mapping[str, TensorEntry], by_torch: bool) -> None:
         """Add the weights among the tensors with these names, and the rest of their quantization."""
-        used: set[str] = set()
-        start = len(self.weights)
+        used, start = set[str](), len(self.weights)
         codes = [name for name, entry in names.items() if entry.tensor.dtype in _CODES]
-        marks = (".absmax", ".quant_map", _STATE)
-        others = [name.partition(mark)[0] for mark in marks for name in names if mark in name]
+        others = [
+            name.partition(mark)[0] for mark in (".absmax", ".quant_map", _STATE) for name in names if mark in name
+        ]
         others += [name for name in names if name.endswith(".Qidxs")]
         for name in dict.fromkeys([*codes, *others]):
             if name in names and name not in used:
                 used |= self.match(name, names)
         scaled = any(weight.code.dtype in _FP8 for weight in self.weights[start:])
         for name in codes:
-            if name not in used and (self.config or (scaled and names[name].tensor.dtype in _FP8)):
-                used |= self.unknown(name, names, [other for other in self.module(name, names) if other not in used])
+            if name not in used:
+                given = bool(self.config) or (scaled and names[name].tensor.dtype in _FP8)
+                used |= self.unknown(name, names, used, given)
         within = bool(used or self.config)
-        for name, entry in names.items():
-            if name in used:
-                continue
+        for name, entry in ((name, entry) for name, entry in names.items() if name not in used):
+            # The norms of a model have such names, too.
+            of_heads = entry.tensor.numel > 1 and name.endswith((".q_scale", ".k_scale", ".v_scale"))
             if name.endswith(_MARKS) or _STATE in name or (within and name.endswith(_PARTS)):
                 self.left_over.append(entry)
-            elif entry.tensor.numel > 1 and name.endswith(_OF_HEADS):
-                continue  # the norms of a model have such names, too
-            elif (within and name.endswith(_BESIDE)) or (by_torch and name.endswith((".scale", ".zero_point"))):
+            elif (within and not of_heads and name.endswith(_BESIDE)) or (
+                by_torch and name.endswith((".scale", ".zero_point"))
+            ):
                 self.others.append(entry)
 
     def match(self, name: str, names: Mapping[str, TensorEntry]) -> set[str]:
@@ -536,45 +532,57 @@ class _Search:
             if "*" in form.parts:
                 found |= {other[len(base) :]: other for other in self.module(name, names) if other != name}
             tensors = {end: names[part].tensor for end, part in found.items()}
-            problems = [
-                f"{end.lstrip('._')} is missing" for end in form.parts if end not in found and form.parts[end] == "+"
+            lost = [end for end in form.parts if end not in found and form.parts[end] == "+"]
+            odd = [
+                (end, part.dtype)
+                for end, part in tensors.items()
+                if part.dtype not in form.allowed.get(end, {part.dtype})
             ]
-            dtypes = ((end, tensor.dtype, form.allowed.get(end)) for end, tensor in tensors.items())
-            problems += [
-                f"{end.lstrip('._')} is {own}" for end, own, allowed in dtypes if allowed and own not in allowed
-            ]
-            title = _plain_name(base, form.code)
-            case = _Case(self, title, tensors)
+            problems = [f"{end.lstrip('._')} is missing" for end in lost]
+            problems += [f"{end.lstrip('._')} is {own}" for end, own in odd]
+            case = _Case(self, _plain_name(base, form.code), tensors)
             plain = Plain(None, join_limited(problems)) if problems else form.plain(case)
             if plain is not None:
                 native = tensors[form.dtype].dtype if form.dtype and form.dtype in tensors else form.dtype
                 problem = plain.problem or self.rival(name, names, found, formats()[number + 1 :])
                 parts = tuple((end.lstrip("._") or "code", names[part]) for end, part in found.items())
-                known, native = plain.format or form.name, plain.dtype or native
                 rule = "" if plain.numbers is None else form.values, plain.numbers or {}
-                self.weights.append(QuantizedWeight(title, known, parts, plain.shape, native, problem, *rule))
+                about = plain.format or form.name, parts, plain.shape, plain.dtype or native, problem
+                self.weights.append(QuantizedWeight(case.name, *about, *rule))
                 return set(found.values())
         return set()
 
     def rival(self, name: str, names: Mapping[str, TensorEntry], found: dict[str, str], others: list[_Format]) -> str:
         """Return the problem that these codes have parts of another format, too, which are added; "" if they do not."""
-        problem = ""
-        for form in others:
-            base = form.base(name, names)
-            for end in form.key if base is not None else ():
-                if (other := f"{base}{end}") not in found.values():
-                    found[end] = other
-                    problem = f"{end.lstrip('._')} belongs to another format ({form.name})"
-        return problem
+        keys = ((base, form.key) for form in others if (base := form.base(name, names)) is not None)
+        more = {end: base + end for base, key in keys for end in key if base + end not in found.values()}
+        found |= more
+        return f"{join_limited([end.lstrip('._') for end in more])} belongs to another format" if more else ""
 
-    def unknown(self, name: str, names: Mapping[str, TensorEntry], beside: list[str]) -> set[str]:
-        """Add codes that no format explains, in a model that is quantized; return the names of the module's tensors."""
-        last, tensor = name.rpartition(".")[2], names[name].tensor
-        if last in ("bias", "position_ids", "token_type_ids") or "mask" in last or len(tensor.shape) < 2:
+    def near(self, name: str, names: Mapping[str, TensorEntry]) -> list[str]:
+        """Return the names in the module of a ``weight``, or that begin as other codes do; [] without a scale."""
+        module, _, last = name.rpartition(".")
+        stem = f"{module}.{'' if last == 'weight' else last.rpartition('_')[0] if '_' in last else last}"
+        matrix = last == "weight" and len(names[name].tensor.shape) > 1
+        own = _FP8 if names[name].tensor.dtype in _FP8 else ()  # a scale in float8 is part of a plain cast
+        near = [other for other in self.module(name, names) if other.startswith(stem) and other != name]
+        for end, dtype in ((other[len(stem) :], names[other].tensor.dtype) for other in near):
+            beside = matrix and dtype in _FLOATS and "." not in end and not end.endswith("bias")
+            if dtype not in own and (beside or _SCALE.search(end)):
+                return near
+        return []
+
+    def unknown(self, name: str, names: Mapping[str, TensorEntry], used: set[str], given: bool) -> set[str]:
+        """Add codes that no format explains, if they have a scale, or the model is ``given`` as quantized; return the
+        names of its tensors that are not ``used``."""
+        last, tensor, near = name.rpartition(".")[2], names[name].tensor, self.near(name, names)
+        plain = last in ("bias", "position_ids", "token_type_ids") or "mask" in last
+        if plain or not (near or (given and len(tensor.shape) > 1)):
             return set()
-        what = "its scale is missing" if tensor.dtype in _FP8 else UNKNOWN_LAYOUT
-        parts = (("code", names[name]), *((other, names[other]) for other in beside if other != name))
-        method = str(self.config.get("quant_method", tensor.dtype))
+        beside = [other for other in near or self.module(name, names) if other not in used and other != name]
+        what = "its scale is missing" if tensor.dtype in _FP8 and not near else UNKNOWN_LAYOUT
+        method = str(self.config.get("quant_method", f"packed {tensor.dtype}" if near else tensor.dtype))
+        parts = (("code", names[name]), *((other, names[other]) for other in beside))
         self.weights.append(QuantizedWeight(_plain_name(name, ""), method, parts, None, "", what))
         return {name, *beside}
 

@@ -405,7 +405,7 @@ def _compressed_fit(
 # -- the other files in a checkpoint's folder: a program that is given the folder may load any of them
 
 #: Kinds of files, named as in ``identify.explain``, from which nothing is loaded.
-_NOT_LOADED: Final = frozenset(("empty", "zeros", "git-lfs-pointer", "html", "json", "index", "text", "link-text"))
+_NOT_LOADED: Final = frozenset(("empty", "git-lfs-pointer", "html", "json", "index", "text", "link-text"))
 #: Kinds of files that stand where the name promises weights, which were not downloaded.
 _POINTERS: Final = frozenset(("empty", "zeros", "git-lfs-pointer", "html", "link-text"))
 #: First bytes that are searched for code.

@@ -214,16 +214,19 @@ def string_findings(text: str, key: str) -> list[ActivePart]:
 
 # -- files ---------------------------------------------------------------------------------------------------------
 
+#: Letters and digits that JSON writes by their numbers, in which encoded bytes are not seen.
+_ESCAPED: Final = regex(r"(?<!\\)(?:\\\\)*\\u00(?:3\d|[46][1-9a-fA-F]|[57][\daA])")
 _PROSE: Final = (".md", ".rst", ".html", ".htm", ".svg", ".log", ".gitattributes", ".gitignore")
-_TABLES: Final = (".csv", ".tsv", ".txt", ".vocab", ".bpe", ".tiktoken")
+_TABLES: Final = (".csv", ".tsv", ".txt")
 #: The first line of a table: names of at least two columns, which are no statement.
 _COLUMNS: Final = regex(r"""\ufeff?["'\w .\-/]+(?:[,;\t]["'\w .\-/]+)+\r?\n""")
-#: A line that gives a value to a key, as in YAML, TOML and INI files.
-_SETTING: Final = regex(
-    r"""(?m)^[ \t]*(?:-[ \t]+)?["']?[\w.\-/][\w.\-/ ]{0,80}["']?[ \t]{0,9}[:=]|^[ \t]*\[[\w. ]+\][ \t]*$"""
-)
+#: Files of tokens, two columns in each line.
+_TOKENS: Final = (".vocab", ".bpe", ".tiktoken")
+_PAIRS: Final = regex(r"(?:#version[^\n]*\n)?(?:[^\s]+[ \t][^\s]+\s*\n)*(?:[^\s]+[ \t][^\s]+)?")
 _POINTER: Final = regex(r"version https://git-lfs[^\n]*\n(?:(?:ext|oid|size)[^\n]*\n?)*")
-_WORD: Final = regex(r"[\w\-./ ]{1,200}\s*")
+#: Lists of words, and files that hold one word, such as ``latest``.
+_WORDS: Final = regex(r"\ufeff?[\w\-.,' \t\r\n]*")
+_WORD: Final = regex(r"[\w\-./]{1,200}\s*")
 
 
 def text_findings(text: str, name: str = "") -> list[ActivePart]:
@@ -233,16 +236,21 @@ def text_findings(text: str, name: str = "") -> list[ActivePart]:
 
 
 def _in_file(text: str, name: str) -> Iterator[ActivePart]:
-    names = word_lists()
-    known = (
-        (name.partition(".")[0] or name[1:]) in names["prose"] or name.endswith(_PROSE) or name in names["word_lists"]
-    )
+    names, stem = word_lists(), name.removesuffix(".txt")
+    known = name.endswith(_PROSE) or stem in names["prose"] or name in names["word_lists"]
+    words = _WORDS if name.endswith(_TABLES) and "requirements" not in name else _WORD
     if (value := _parsed(text)) is not None:
         yield from _in_json(value, 0, file=True)
+        if _ESCAPED.search(text):
+            yield ActivePart("letters and digits of its texts are escaped", UNKNOWN)
     elif name.endswith((".jinja", ".jinja2", ".j2")):
         if part := unclear_part(text):
             yield ActivePart(f"a template with {part}: Jinja without a sandbox may run it", UNKNOWN)
-    elif known or _POINTER.fullmatch(text) or (name.endswith(_TABLES[:2]) and _COLUMNS.match(text)):
-        return
-    elif _SETTING.search(text) or not (name.endswith(_TABLES) or _WORD.fullmatch(text)) or evaluated_part(text):
+    elif not (
+        known
+        or _POINTER.fullmatch(text)
+        or (name.endswith(_TABLES[:2]) and _COLUMNS.match(text))
+        or (name.endswith(_TOKENS) and _PAIRS.fullmatch(text))
+        or ((words is _WORDS or "." not in name) and words.fullmatch(text) and not evaluated_part(text))
+    ):
         yield ActivePart(f"holds {human_bytes(len(text))} of text, on which a program may act", UNKNOWN)

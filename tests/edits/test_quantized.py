@@ -121,6 +121,7 @@ def test_a_lost_part_is_named_and_nothing_is_computed(name: str, tmp_path: Path)
     """Half a quantized weight is not a plain one: neither the code nor the scale that is left is cast or averaged."""
     optional = ("weight_format", "g_idx", "zero_point", "input", "k_scale", "input_scale", "output_scale")
     plain = ("s", "zero", "centroids", "codebooks", "SU", "SV", "Wscale", "wscales", "table")
+    plain += ("w_scale", "weight.scale_inv_0", "qs", "weights_scaling", "weight._scale_of_rows")
     for number, lost in enumerate(end for end in EVERY[name] if not end.endswith(optional)):
         left = {end: value for end, value in EVERY[name].items() if end != lost}
         path = write(tmp_path / str(number), name, "folder", parts=left, method={"quant_method": "fp8"})

@@ -130,7 +130,7 @@ LAYOUTS: dict[str, Tensors] = {
 }
 #: Layouts whose shape the tensors do not tell.
 UNKNOWN: dict[str, Tensors] = {
-    "packed, bitnet": {"weight": codes(OUT // 4, K), "weight_scale": floats(1)},
+    "bitnet, packed": {"weight": codes(OUT // 4, K), "weight_scale": floats(1)},
     "packed, int8 with scales": {"weight": int8(OUT, K), "scales": floats(OUT)},
     "AQLM": {"codes": int8(OUT, K // 8, 2), "codebooks": floats(2, 256, 1, 8), "scales": floats(OUT, 1, 1, 1)},
     "VPTQ": {"indices": int32(1, OUT, K // 8), "centroids.weight": floats(1, 2048)},
@@ -139,6 +139,16 @@ UNKNOWN: dict[str, Tensors] = {
     "EXL2": {"q_weight": int32(K // 8, OUT), "q_scale": codes(2, OUT // 8), "q_scale_max": floats(2)},
     "QuIP": named("Qidxs SU SV Wscale", codes(OUT, K // 8, dtype=torch.int64), floats(K), floats(OUT), floats(1)),
     "SVDQuant": {"qweight": int8(OUT, K // 2), "wscales": floats(K // 16, OUT), "smooth_factor": floats(K)},
+    **{
+        f"packed {str(code.dtype).removeprefix('torch.')}, {end}": {"weight": code, end: floats(*shape)}
+        for code, (end, shape) in product(
+            (fp8(OUT, K), int8(OUT, K), codes(OUT, K // 8, dtype=torch.uint32)),
+            {"w_scale": (1,), "weight.scale_inv_0": (2, 4), "qs": (OUT, 1), "weights_scaling_factor": ()}.items(),
+        )
+    },
+    "packed uint8, MXFP4 with other names": {"w_blocks": codes(2, 16, 2, 16), "w_scale": codes(2, 16, 2)},
+    "packed uint8, transformer engine": {"weight._data": codes(OUT, K), "weight._scale_of_rows": floats(1)},
+    "packed uint8, flat": {"weight.quantized_data": codes(OUT * K // 2), "weight.quantized_scalers": int8(OUT)},
     "someones, a kernel's own codes": {"packed": codes(OUT, K // 2), "table": floats(16)},
 }
 EVERY = LAYOUTS | UNKNOWN
@@ -153,7 +163,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "modelopt FP8 with one scale": {"quant_method": "modelopt"},
     "fbgemm FP8": {"quant_method": "fbgemm_fp8"},
     "HQQ": {"quant_method": "hqq"},
-    "packed, bitnet": {"quant_method": "bitnet"},
+    "bitnet, packed": {"quant_method": "bitnet"},
     "AQLM": {"quant_method": "aqlm"},
     "someones, a kernel's own codes": {"quant_method": "someones"},
 }

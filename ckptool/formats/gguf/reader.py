@@ -36,6 +36,8 @@ from .header import MAGIC, Array, Header, TensorEntry, elements, read_header, ty
 
 #: The name of a file of a split (llama.cpp: ``llama_split_path``).
 SPLIT: Final = regex(r"(.*)-(\d{5})-of-(\d{5})\.gguf\Z")
+#: The tokens of a model, on which no program acts.
+_TOKENS: Final = "tokenizer.ggml."
 
 
 class GGUF(Container):
@@ -122,7 +124,13 @@ class GGUF(Container):
 
     def held_texts(self) -> Iterable[tuple[str, Mapping[str, str]]]:
         """Yield the texts of the metadata. Programs render chat templates, and act on none of the others."""
-        texts = {name: value for name, value in self.values.items() if isinstance(value, str)}
+        texts, order = dict[str, str](), self.files[0][1].order
+        for name, value in self.values.items():
+            if isinstance(value, str):
+                texts[name] = value
+            elif isinstance(value, Array | list) and not name.startswith(_TOKENS):
+                listed = elements(self.source, value, order) if isinstance(value, Array) else value
+                texts |= {f"{name}[{n}]": each for n, each in enumerate(listed) if isinstance(each, str)}
         return [("", texts)] if texts else []
 
     def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:

@@ -27,7 +27,7 @@ from ...safety.calls import STANDARD_LIBRARY
 from .. import FORMATS, carried_pickles, read_container
 from .budget import MAX_GUESS, Search, broken, decode_at, limited, outer_search, unchecked
 from .graph_parts import ZIP, decoded, is_binary_pickle, values
-from .inert import active_parts, code_kind, hidden_kind, inert_kind, is_plain_record
+from .inert import active_parts, code_kind, encoding_of, hidden_kind, inert_kind, is_plain_record
 from .numpy_arrays import npy_data
 
 if TYPE_CHECKING:
@@ -107,12 +107,13 @@ def _in_content(content: Source, name: str, search: Search) -> Iterator[FoundPic
     head = content.read(0, 512)
     zipped, arrays = head[:4] == ZIP, head[:6] == _NPY
     active = [] if search.value else active_parts(name or content.name, head, content)
-    if active:
-        search.budget.take(content.size // _INFLATE_RATIO)
-        yield from active_pickles(active, name)
-        yield from _in_encoded(content, name, search)
-    elif not head or (not search.value and is_plain_record(head, content) and not _is_pickle_name(name)):
+    if not (active or head) or (not search.value and is_plain_record(head, content) and not _is_pickle_name(name)):
         return
+    yield from active_pickles(active, name)
+    if not search.value and encoding_of(head):
+        search.budget.take(content.size // _INFLATE_RATIO)
+        # Of many words, some decode to bytes that begin like a pickle: only a call tells.
+        yield from (p for p in _in_encoded(content, name, search) if active or (p.graph and p.graph.has(Call)))
     if search.strict and (hidden := hidden_kind(head, content)):
         yield unchecked(name, hidden)
     if search.strict and name and (found := _in_checkpoint(content, content.read(0, 1024), search)) is not None:
@@ -385,7 +386,9 @@ def _in_record(archive: Archive, record: Record, storage: bool, search: Search) 
         return
     head = content.read(0, 6) if storage else b""
     if not storage or head[:4] == ZIP or head == _NPY:  # other storages are searched as values of their tensors
-        yield from _in_content(content, record.name, search._replace(value=search.value or storage))
+        yield from _in_content(
+            content, record.name, search._replace(value=search.value or storage, strict=search.strict or not storage)
+        )
 
 
 def _whole_pickle(content: Source, name: str, search: Search) -> Iterator[FoundPickle]:
