@@ -120,8 +120,8 @@ def test_parameters_are_those_of_the_model(name: str, tmp_path: Path) -> None:
 def test_a_lost_part_is_named_and_nothing_is_computed(name: str, tmp_path: Path) -> None:
     """Half a quantized weight is not a plain one: neither the code nor the scale that is left is cast or averaged."""
     optional = ("weight_format", "g_idx", "zero_point", "input", "k_scale", "input_scale", "output_scale")
-    plain = ("s", "zero", "centroids", "codebooks", "SU", "SV", "Wscale", "wscales", "table")
-    plain += ("w_scale", "weight.scale_inv_0", "qs", "weights_scaling", "weight._scale_of_rows")
+    plain = ("s", "zero", "centroids", "codebooks", "SU", "SV", "Wscale", "wscales", "table", "w_scale", "qs")
+    plain += ("weight.scale_inv_0", "weights_scaling", "weight._scale_of_rows")
     for number, lost in enumerate(end for end in EVERY[name] if not end.endswith(optional)):
         left = {end: value for end, value in EVERY[name].items() if end != lost}
         path = write(tmp_path / str(number), name, "folder", parts=left, method={"quant_method": "fp8"})
@@ -181,8 +181,7 @@ def test_a_recipe_does_not_rearrange_or_part_the_tensors(name: str, tmp_path: Pa
     turned = axes[1] + axes[0] + axes[2:]
     for shape, part in ((turned, "turned"), (axes, "renamed alone")):
         recipe = tmp_path / f"{part}.toml"
-        text = f'rest = "keep"\n{RECIPE}'.format(end=end, axes=", ".join(axes), turned=", ".join(shape))
-        recipe.write_text(text)
+        recipe.write_text(f'rest = "keep"\n{RECIPE}'.format(end=end, axes=", ".join(axes), turned=", ".join(shape)))
         said = say("convert", path, "--recipe", recipe, "-o", out)
         assert said.code and not out.exists() and "quantized" in said.all, said.all
     renamed = say("rename", path, "--rename", "model.layers.*=blocks.*", "-o", out)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import io
 import json
 import pickle
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf_files
 import pytest
 import torch
 from conftest import sample
-from packed_files import beside_tensors, tarred, zipped
+from packed_files import Recorded, beside_tensors, tarred, zipped
 from safetensors.torch import save, save_file
 
 from ckptool.reports.scan import scan, scan_file
@@ -56,7 +59,7 @@ PLACES: dict[str, tuple[Callable[[str, str], bytes], str]] = {
     "pickle": (lambda name, text: pickle.dumps({"cfg": text}, 2), "x.pkl"),
     "safetensors": (lambda name, text: save({"w": torch.ones(2)}, {"cfg": text}), "x.safetensors"),
     "JSON in safetensors": (
-        lambda name, text: save({"w": torch.ones(2)}, {"a": json.dumps({"b": text})}),
+        lambda _, text: save({"w": torch.ones(2)}, {"a": json.dumps({"b": text})}),
         "x.safetensors",
     ),
 }
@@ -211,3 +214,39 @@ def test_a_folder_from_the_hub_is_weights_only(tmp_path: Path) -> None:
         texts["modules.json"].replace("sentence_transformers", "evil"), encoding="utf-8"
     )
     assert scan(str(tmp_path))["verdict"] == "unknown"
+
+
+#: Files that are understood by neither their names nor their contents.
+ENCODED = base64.b64encode(pickle.dumps(Recorded(), 2)).decode()
+CONFIGS = {
+    **dict.fromkeys(("README.yaml", "license.cfg", "Notice.ini"), "a: !new:x.y ['true']\n"),
+    **dict.fromkeys(("notes.txt", "a.csv", "x.bpe", "y.vocab"), "print(open('x'))\n"),
+    **{".rc": "run this", "VERSION.cfg": "a-b", "requirements.txt": "a-b\n", "ids.txt": ENCODED, "a.raw": "\0" * 600},
+    **{
+        "a.json": json.dumps({"model_type": ENCODED}),
+        "b.json": json.dumps({"id2label": {"0": ENCODED.encode().hex()}}),
+    },
+    "c.json": '{"model_type": "\\u0067A=="}',
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_names_and_plain_keys_vouch_for_no_content(name: str, tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    (tmp_path / name).write_text(CONFIGS[name], encoding="utf-8")
+    (tmp_path / "x.zip").write_bytes(zipped(member=name, data=CONFIGS[name].encode()))
+    assert "weights-only" not in (scan(str(tmp_path))["verdict"], scan_file(str(tmp_path / "x.zip"))["verdict"])
+
+
+@pytest.mark.parametrize("data", [b"\1\2\3\4" * 40, b"\x89HDF\r\n\x1a\n" + bytes(99), save({}, {"x": ENCODED})])
+def test_other_records_of_a_torch_archive_are_followed_or_unknown(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "x.pt").write_bytes(beside_tensors(data))
+    assert scan_file(str(tmp_path / "x.pt"))["verdict"] in ("unknown", "unsafe")
+
+
+def test_every_text_of_gguf_metadata_is_judged(tmp_path: Path) -> None:
+    listed = struct.pack("<IQ", 8, 2001) + gguf_files.text(CALLING[0]) + gguf_files.text("x") * 2000
+    for name in ("x.templates", "tokenizer.ggml.tokens"):
+        (tmp_path / "m.gguf").write_bytes(gguf_files.made([gguf_files.entry(name, 9, listed)]))
+        assert (scan_file(str(tmp_path / "m.gguf"))["verdict"] == "unknown") == name.startswith("x")
