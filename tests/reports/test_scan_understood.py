@@ -58,10 +58,7 @@ PLACES: dict[str, tuple[Callable[[str, str], bytes], str]] = {
     "legacy": (lambda name, text: _saved({"cfg": text}, False), "x.pth"),
     "pickle": (lambda name, text: pickle.dumps({"cfg": text}, 2), "x.pkl"),
     "safetensors": (lambda name, text: save({"w": torch.ones(2)}, {"cfg": text}), "x.safetensors"),
-    "JSON in safetensors": (
-        lambda _, text: save({"w": torch.ones(2)}, {"a": json.dumps({"b": text})}),
-        "x.safetensors",
-    ),
+    "header": (lambda name, text: save({"w": torch.ones(2)}, {"a": json.dumps({"b": text})}), "x.safetensors"),
 }
 
 
