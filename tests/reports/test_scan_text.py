@@ -75,16 +75,12 @@ PAYLOADS = {
     "YOLOv5": Payload({"backbone": [[-1, 1, "__import__('os').system('true')", [64]]]}, "__import__"),
     "OmegaConf": Payload({"x": "${eval:'1 + 1'}"}, "${eval:"),
     "template": Payload({"chat_template": "{{ ''.__class__.__mro__ }}"}, "__class__"),
-    "keras lambda": Payload(
-        {"class_name": "Lambda", "config": {"function": ["", None, None]}}, "class_name", "program"
-    ),
+    "keras lambda": Payload({"class_name": "Lambda", "config": {"function": ["", None]}}, "class_name", "program"),
     "keras module": Payload({"module": "os", "class_name": "function", "config": "system"}, "class_name"),
     "keras builtin": Payload({"module": "builtins", "class_name": "function", "config": "exec"}, "class_name"),
-    "skops": Payload(
-        {"__loader__": "OperatorFuncNode", "__module__": "operator", "__class__": "methodcaller"}, "__loader__"
-    ),
+    "skops": Payload({"__loader__": "OperatorFuncNode", "__class__": "methodcaller"}, "__loader__"),
     "diffusers": Payload(
-        {"_class_name": "P", "_diffusers_version": "0.30.0", "unet": ["evil", "UNet"]}, "unet", of_files=True
+        {"_class_name": "P", "_diffusers_version": "0.3", "unet": ["evil", "U"]}, "unet", of_files=True
     ),
     "kernel": Payload({"attn_implementation": "someone/kernel"}, "attn_implementation"),
     "stable-baselines3": Payload({"policy": {":type:": "<class>", ":serialized:": "gAR9lC4="}}, ":serialized:"),
@@ -101,14 +97,8 @@ def _escaped(text: str, form: str, every: int = 1) -> str:
 
     def one(match: re.Match[str]) -> str:
         letters = enumerate(json.loads(match[0]))
-        return (
-            '"'
-            + "".join(
-                form.format(ord(letter)) if letter.isascii() and number % every == 0 else json.dumps(letter)[1:-1]
-                for number, letter in letters
-            )
-            + '"'
-        )
+        escaped = (form.format(ord(c)) if c.isascii() and n % every == 0 else json.dumps(c)[1:-1] for n, c in letters)
+        return f'"{"".join(escaped)}"'
 
     return re.sub(r'"(?:[^"\\]|\\.)*"', one, text)
 
@@ -139,23 +129,12 @@ YAML_WAYS: dict[str, Callable[[Any], str]] = {
     "long escapes": lambda value: "- " + _escaped(json.dumps(value), "\\U{:08x}", 2),
     "comment": lambda value: f"# it's a \"comment\n{json.dumps(value)}",
     "behind a document": lambda value: f"---\nx: 1\n---\n{yaml.safe_dump(value)}",
-    "behind a line that ends with a backslash": lambda value: "x: a\\\ny:\n" + _indented(yaml.safe_dump([value])),
     "explicit keys": lambda value: re.sub(
         r'"([^"\\]*)": ', lambda match: f'? "{match[1]}" # key\n  : ', "x:\n  " + json.dumps(value).replace("\n", "")
     ),
-    "quotes in plain text": lambda value: 'x: 5" wide\ny:\n' + _indented(yaml.safe_dump([value])),
     "tagged": lambda value: re.sub(r'(?<=[{ ])"([^"\\]*)":', r'!!str "\1":', "x: " + json.dumps(value)),
-    "tags before line separators": lambda value: re.sub(
-        r': (true|"[^"\\]*")',
-        lambda match: f': {"!!bool" if match[1] == "true" else "!!str"}\u2028 "{match[1].strip(chr(34))}"',
-        "x: " + json.dumps(value),
-    ),
     "anchored": lambda value: re.sub(r'"([^"\\]*)": ', r'"\1": &a ', "x: " + json.dumps(value), count=1),
 }
-
-
-def _indented(text: str) -> str:
-    return "".join(f"  {line}" for line in text.splitlines(keepends=True))
 
 
 # -- ways to pack a text ---------------------------------------------------------------------------------------------
@@ -402,9 +381,7 @@ def test_a_template_that_reaches_attributes_is_unknown(template: str, tmp_path: 
     texts = {
         "chat_template.jinja": template,
         "tokenizer_config.json": json.dumps({"chat_template": template}),
-        "processor.json": _escaped(
-            json.dumps({"chat_template": [{"name": "default", "template": template}]}), "\\u{:04x}"
-        ),
+        "processor.json": _escaped(json.dumps({"chat_template": [{"name": "a", "template": template}]}), "\\u{:04x}"),
         "x.yaml": yaml.safe_dump({"chat_template": template}),
     }
     for name, text in texts.items():
@@ -426,12 +403,7 @@ def test_a_template_that_does_not_is_text(template: str, tmp_path: Path) -> None
 
 #: Ordinary files of models, of which nothing is run.
 HARMLESS = {
-    "config.json": {
-        "model_type": "llama",
-        "rope_scaling": {"type": "linear"},
-        "auto_map": {},
-        "trust_remote_code": False,
-    },
+    "config.json": {"rope_scaling": {"type": "linear"}, "auto_map": {}, "trust_remote_code": False},
     "config_of_attention.json": {"activation_function": "gelu_new", "_attn_implementation": "sdpa"},
     "adapter_config.json": {"auto_mapping": None, "megatron_core": "megatron.core", "target_modules": ["q_proj"]},
     "adapter_of_transformers.json": {"auto_mapping": {"parent_library": "transformers.models.llama.modeling_llama"}},

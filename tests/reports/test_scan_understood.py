@@ -203,6 +203,8 @@ def test_a_folder_from_the_hub_is_weights_only(tmp_path: Path) -> None:
     }
     for name, text in texts.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
+    tokens = gguf_files.entry("tokenizer.ggml.tokens", 9, LISTED)
+    (tmp_path / "x.gguf").write_bytes(gguf_files.made([tokens]))
     (tmp_path / "figure.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(64))
     report = scan(str(tmp_path))
     assert report["verdict"] == "weights-only", report["files"][0]["reasons"]
@@ -215,35 +217,23 @@ def test_a_folder_from_the_hub_is_weights_only(tmp_path: Path) -> None:
 
 #: Files that are understood by neither their names nor their contents.
 ENCODED = base64.b64encode(pickle.dumps(Recorded(), 2)).decode()
-CONFIGS = {
-    **dict.fromkeys(("README.yaml", "license.cfg", "Notice.ini"), "a: !new:x.y ['true']\n"),
-    **dict.fromkeys(("notes.txt", "a.csv", "x.bpe", "y.vocab"), "print(open('x'))\n"),
-    **{".rc": "run this", "VERSION.cfg": "a-b", "requirements.txt": "a-b\n", "ids.txt": ENCODED, "a.raw": "\0" * 600},
-    **{
-        "a.json": json.dumps({"model_type": ENCODED}),
-        "b.json": json.dumps({"id2label": {"0": ENCODED.encode().hex()}}),
-    },
-    "c.json": '{"model_type": "\\u0067A=="}',
+LISTED = struct.pack("<IQ", 8, 2001) + gguf_files.text(CALLING[0]) + gguf_files.text("x") * 2000
+UNKNOWN: dict[str, bytes] = {
+    **dict.fromkeys(("README.yaml", "license.cfg", "Notice.ini"), b"a: !new:x.y ['true']\n"),
+    **dict.fromkeys(("notes.txt", "a.csv", "x.bpe", "y.vocab"), b"print(open('x'))\n"),
+    **{".rc": b"run this", "VERSION.cfg": b"a-b", "requirements.txt": b"a-b\n", "ids.txt": ENCODED.encode()},
+    "a.json": json.dumps({"model_type": ENCODED, "id2label": {"0": ENCODED.encode().hex()}}).encode(),
+    **{"b.json": b'{"model_type": "\\u0067A=="}', "x.gguf": gguf_files.made([gguf_files.entry("x.t", 9, LISTED)])},
+    **{"a.raw": bytes(600) + b"x", "x.h5": b"\x89HDF\r\n\x1a\n" + bytes(99), "x.st": save({}, {"x": ENCODED})},
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", UNKNOWN)
 def test_names_and_plain_keys_vouch_for_no_content(name: str, tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
-    (tmp_path / name).write_text(CONFIGS[name], encoding="utf-8")
-    (tmp_path / "x.zip").write_bytes(zipped(member=name, data=CONFIGS[name].encode()))
-    assert "weights-only" not in (scan(str(tmp_path))["verdict"], scan_file(str(tmp_path / "x.zip"))["verdict"])
-
-
-@pytest.mark.parametrize("data", [b"\1\2\3\4" * 40, b"\x89HDF\r\n\x1a\n" + bytes(99), save({}, {"x": ENCODED})])
-def test_other_records_of_a_torch_archive_are_followed_or_unknown(data: bytes, tmp_path: Path) -> None:
-    (tmp_path / "x.pt").write_bytes(beside_tensors(data))
-    assert scan_file(str(tmp_path / "x.pt"))["verdict"] in ("unknown", "unsafe")
-
-
-def test_every_text_of_gguf_metadata_is_judged(tmp_path: Path) -> None:
-    listed = struct.pack("<IQ", 8, 2001) + gguf_files.text(CALLING[0]) + gguf_files.text("x") * 2000
-    for name in ("x.templates", "tokenizer.ggml.tokens"):
-        (tmp_path / "m.gguf").write_bytes(gguf_files.made([gguf_files.entry(name, 9, listed)]))
-        assert (scan_file(str(tmp_path / "m.gguf"))["verdict"] == "unknown") == name.startswith("x")
+    (tmp_path / name).write_bytes(UNKNOWN[name])
+    assert scan(str(tmp_path))["verdict"] in ("unknown", "unsafe")
+    for packed in (zipped(member=name, data=UNKNOWN[name]), beside_tensors(UNKNOWN[name], name)):
+        (tmp_path / "x.pt").write_bytes(packed)
+        assert scan_file(str(tmp_path / "x.pt"))["verdict"] in ("unknown", "unsafe")

@@ -32,7 +32,7 @@ from ...checkpoint.tensors import contiguous_strides
 from ...files.sources import FolderSource, Source, Span, is_unfinished
 from ...files.zips.reader import ends_in_directory
 from ...pickles.nodes import Graph, Ref
-from .header import MAGIC, Array, Header, TensorEntry, elements, read_header, type_name
+from .header import MAGIC, STRING, Array, Header, TensorEntry, elements, read_header, type_name
 
 #: The name of a file of a split (llama.cpp: ``llama_split_path``).
 SPLIT: Final = regex(r"(.*)-(\d{5})-of-(\d{5})\.gguf\Z")
@@ -124,13 +124,12 @@ class GGUF(Container):
 
     def held_texts(self) -> Iterable[tuple[str, Mapping[str, str]]]:
         """Yield the texts of the metadata. Programs render chat templates, and act on none of the others."""
-        texts, order = dict[str, str](), self.files[0][1].order
-        for name, value in self.values.items():
-            if isinstance(value, str):
-                texts[name] = value
-            elif isinstance(value, Array | list) and not name.startswith(_TOKENS):
-                listed = elements(self.source, value, order) if isinstance(value, Array) else value
-                texts |= {f"{name}[{n}]": each for n, each in enumerate(listed) if isinstance(each, str)}
+        own = {name: value for name, value in self.values.items() if not name.startswith(_TOKENS)}
+        long = {name: value for name, value in own.items() if isinstance(value, Array) and value.kind == STRING}
+        listed = {**own, **elements(self.source, long, self.files[0][1].order)}
+        texts = {name: value for name, value in self.values.items() if isinstance(value, str)}
+        for name, value in ((name, value) for name, value in listed.items() if isinstance(value, list)):
+            texts |= {f"{name}[{n}]": each for n, each in enumerate(value) if isinstance(each, str)}
         return [("", texts)] if texts else []
 
     def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
