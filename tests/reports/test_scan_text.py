@@ -248,13 +248,8 @@ def test_metadata_of_safetensors_is_judged_as_the_text_that_it_is(payload: Paylo
 
 def test_toml_is_never_weights_only(tmp_path: Path) -> None:
     tomllib = pytest.importorskip("tomllib")
-    texts = (
-        '[model]\n_target_ = "os.system"',
-        'model._target_ = "os.system"',
-        'model = { "_targ\\u0065t_" = "os.system" }',
-        "[model]\n'_target_'= 'os.system'",
-    )
-    for text in texts:
+    texts = ('[model]\n_target_ = "os.system"', 'model._target_ = "os.system"', "[model]\n'_target_'= 'os.system'")
+    for text in (*texts, 'model = { "_targ\\u0065t_" = "os.system" }'):
         assert tomllib.loads(text) == {"model": {"_target_": "os.system"}}
         for name in ("x.toml", "x.txt", "x", "x.csv"):
             assert _scanned(text.encode(), tmp_path, name)[0] == "unknown", text
