@@ -49,6 +49,7 @@ _STATE: Final = ".quant_state.bitsandbytes__"
 _MARKS, _PARTS, _BESIDE = (tuple(words(" ".join(lines[1:]))) for lines in table("checkpoint/quantized_names").values())
 #: The end of a name of a scale, of whatever format.
 _SCALE: Final = re.compile(r"(?<!logit_)(scal|absmax|amax|SCB)[^.]*$")
+_OF_TORCH: Final = (".scale", ".zero_point")
 #: The problem of a format that is recognised, and whose layout is not in the table.
 UNKNOWN_LAYOUT: Final = "its layout is not known"
 #: The classes of torchao whose codes are in rows, as they are.
@@ -499,9 +500,8 @@ class _Search:
         """Add the weights among the tensors with these names, and the rest of their quantization."""
         used, start = set[str](), len(self.weights)
         codes = [name for name, entry in names.items() if entry.tensor.dtype in _CODES]
-        others = [
-            name.partition(mark)[0] for mark in (".absmax", ".quant_map", _STATE) for name in names if mark in name
-        ]
+        marks = (".absmax", ".quant_map", _STATE)
+        others = [name.partition(mark)[0] for mark in marks for name in names if mark in name]
         others += [name for name in names if name.endswith(".Qidxs")]
         for name in dict.fromkeys([*codes, *others]):
             if name in names and name not in used:
@@ -513,13 +513,10 @@ class _Search:
                 used |= self.unknown(name, names, used, given)
         within = bool(used or self.config)
         for name, entry in ((name, entry) for name, entry in names.items() if name not in used):
-            # The norms of a model have such names, too.
-            of_heads = entry.tensor.numel > 1 and name.endswith((".q_scale", ".k_scale", ".v_scale"))
+            of_heads = entry.tensor.numel > 1 and name.endswith((".q_scale", ".k_scale", ".v_scale"))  # or of norms
             if name.endswith(_MARKS) or _STATE in name or (within and name.endswith(_PARTS)):
                 self.left_over.append(entry)
-            elif (within and not of_heads and name.endswith(_BESIDE)) or (
-                by_torch and name.endswith((".scale", ".zero_point"))
-            ):
+            elif (name.endswith(_BESIDE) and within and not of_heads) or (name.endswith(_OF_TORCH) and by_torch):
                 self.others.append(entry)
 
     def match(self, name: str, names: Mapping[str, TensorEntry]) -> set[str]:
@@ -533,11 +530,7 @@ class _Search:
                 found |= {other[len(base) :]: other for other in self.module(name, names) if other != name}
             tensors = {end: names[part].tensor for end, part in found.items()}
             lost = [end for end in form.parts if end not in found and form.parts[end] == "+"]
-            odd = [
-                (end, part.dtype)
-                for end, part in tensors.items()
-                if part.dtype not in form.allowed.get(end, {part.dtype})
-            ]
+            odd = [(end, t.dtype) for end, t in tensors.items() if t.dtype not in form.allowed.get(end, {t.dtype})]
             problems = [f"{end.lstrip('._')} is missing" for end in lost]
             problems += [f"{end.lstrip('._')} is {own}" for end, own in odd]
             case = _Case(self, _plain_name(base, form.code), tensors)
