@@ -20,7 +20,7 @@ from ..base import toml
 from ..base.addresses import is_remote
 from ..base.dtypes import BY_NAME, is_block
 from ..base.errors import CkptoolError, RefusedError
-from ..base.lazy import table
+from ..base.lazy import regex, table
 from ..base.records import NamedTuple
 from ..base.text import join_limited, quoted, words
 from ..files.archives import parsed_object, read_bytes
@@ -48,7 +48,7 @@ _STATE: Final = ".quant_state.bitsandbytes__"
 #: Ends of names: of parts of a weight in any model, and in a quantized one, and of other tensors in a quantized model.
 _MARKS, _PARTS, _BESIDE = (tuple(words(" ".join(lines[1:]))) for lines in table("checkpoint/quantized_names").values())
 #: The end of a name of a scale, of whatever format.
-_SCALE: Final = re.compile(r"(?<!logit_)(scal|absmax|amax|SCB)[^.]*$")
+_SCALE: Final = regex(r"(?<!logit_)(scal|absmax|amax|SCB)[^.]*$")
 _OF_TORCH: Final = (".scale", ".zero_point")
 #: The problem of a format that is recognised, and whose layout is not in the table.
 UNKNOWN_LAYOUT: Final = "its layout is not known"
