@@ -129,9 +129,6 @@ YAML_WAYS: dict[str, Callable[[Any], str]] = {
     "long escapes": lambda value: "- " + _escaped(json.dumps(value), "\\U{:08x}", 2),
     "comment": lambda value: f"# it's a \"comment\n{json.dumps(value)}",
     "behind a document": lambda value: f"---\nx: 1\n---\n{yaml.safe_dump(value)}",
-    "explicit keys": lambda value: re.sub(
-        r'"([^"\\]*)": ', lambda match: f'? "{match[1]}" # key\n  : ', "x:\n  " + json.dumps(value).replace("\n", "")
-    ),
     "tagged": lambda value: re.sub(r'(?<=[{ ])"([^"\\]*)":', r'!!str "\1":', "x: " + json.dumps(value)),
     "anchored": lambda value: re.sub(r'"([^"\\]*)": ', r'"\1": &a ', "x: " + json.dumps(value), count=1),
 }
@@ -405,14 +402,9 @@ HARMLESS = {
     "adapter_of_a_module.json": {"auto_mapping": {"parent_library": "torch.nn.modules.container"}},
     "modules.json": [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}],
     "dense.json": {"activation_function": "torch.nn.modules.activation.Tanh"},
-    "model_index.json": {
-        "_class_name": "StableDiffusionPipeline",
-        "_diffusers_version": "0.30.0",
-        "unet": ["diffusers", "UNet2DConditionModel"],
-        "tokenizer": ["transformers", "CLIPTokenizer"],
-        "safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"],
-        "feature_extractor": [None, None],
-    },
+    "model_index.json": {"_class_name": "StableDiffusionPipeline", "_diffusers_version": "0.30.0"}
+    | {"unet": ["diffusers", "UNet2DConditionModel"], "tokenizer": ["transformers", "CLIPTokenizer"]}
+    | {"safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"], "feature_extractor": [None, None]},
     "tokenizer.json": {"model": {"type": "BPE", "vocab": {"_target_": 1, "auto_map": 2, "py/object": 3, "type": 4}}},
     "vocab.json": {"class_name": 1, "__kind__": 2, "trust_remote_code": 3, ":serialized": 4},
     "router_config.json": {"types": {"a": "sentence_transformers.models.Dense"}, "structure": {"query": ["a"]}},
