@@ -126,17 +126,17 @@ class Traits(NamedTuple):
 class RankSave(NamedTuple):
     """A folder that many ranks saved: the number of ranks with a part in it, and the step, or None if unknown.
 
-    ``recorded`` says that the files record how many ranks there were, so that a missing one is seen.
-    """
+    ``recorded``: the files record how many ranks, or shards (``kind``), there were, so that a missing one is seen."""
 
     ranks: int
     step: int | None = None
     recorded: bool = True
+    kind: str = "rank"
 
     @property
     def unsure(self) -> str:
         """The message for ranks whose number is not recorded."""
-        return f"files of {pluralize(self.ranks, 'rank')} are there; nothing records how many there were"
+        return f"files of {pluralize(self.ranks, self.kind)} are there; nothing records how many there were"
 
 
 class ShardLayout(NamedTuple):

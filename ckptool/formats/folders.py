@@ -12,7 +12,7 @@ from ..base.findings import INCOMPLETE, Finding
 from ..base.limits import LIMITS
 from ..base.steps import as_step
 from ..base.text import join_limited, pluralize
-from ..checkpoint.container import Container, FoundPickle, is_complete
+from ..checkpoint.container import Container, FoundPickle, RankSave, is_complete
 from ..checkpoint.objects import callable_name
 from ..checkpoint.tensors import TensorReader
 from ..files.folders import Folder
@@ -61,6 +61,10 @@ class ShardedContainer(Container):
     def note_lost(self, message: str, where: str = "") -> None:
         """Report that a part is missing, damaged, or from another save."""
         self.note(INCOMPLETE, "error", message, where, refused=True)
+
+    def note_unrecorded(self, shards: int) -> None:
+        """Report that nothing records how many shards there were."""
+        self.rank_save = RankSave(shards, recorded=False, kind="shard")
 
     def _read_file(
         self, folder: Folder, name: str, stack: ExitStack, read: Callable[[Source, str], T], subject: str

@@ -97,6 +97,10 @@ def _files(names: Collection[str]) -> _Files | None:
             lost = (place for places in grid for place in places if place not in found)
             like = {number: name for (_, number), name in found.items()}
             missing = tuple(with_number(like[number], *matches[like[number]].span(group), at) for at, number in lost)
+            if "L" in holes:  # GPT-NeoX has no layer 1, and none before the last norm; only a head may follow that
+                name, last = next(iter(matches)), numbers[-1] - 1 - (numbers[-2:-1] == [numbers[-1] - 1])
+                gaps = sorted({*range(numbers[0], numbers[-1])}.difference(numbers, (1, last)))
+                missing += tuple(with_number(name, *matches[name].span(holes.index("L") + 1), gap) for gap in gaps)
             return _Files(tuple(map(built_in, recipes)), tuple(filter(None, parts)), prefixes, missing, tuple(twice))
     return None
 
@@ -136,7 +140,7 @@ class Parts(RankFiles):
             more = [part for name, ref in wholes.items() if name not in own for part in (self.builder.add(name), ref)]
             self.extend(root, more)
         self.build(root)
-        self.rank_save = RankSave(len(found.prefixes) + len(found.missing))
+        self.rank_save = RankSave(len(found.parts), recorded=bool(self._stated) or "{n}" in self.recipe.files)
         self.writer = f"{self.recipe.a}, {pluralize(len(found.parts), 'part')}"
 
     def _part(self, files: Sequence[str], prefixes: Mapping[str, str], stack: ExitStack) -> _Part:

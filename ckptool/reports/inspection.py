@@ -245,7 +245,7 @@ def inspection(
             "meshes": [mesh.report for mesh in shards.meshes],
             "words": shards.words,
         }
-    if (save := checkpoint.container.rank_save) is not None:
+    if (save := checkpoint.container.rank_save) is not None and save.kind == "rank":
         optional["world_size"], optional["complete"] = save.ranks, is_complete(checkpoint.container.problems)
         if save.step is not None:
             optional["step"] = save.step

@@ -244,6 +244,7 @@ def test_ranks_of_vllm_are_joined_by_their_sections(ranks: int, family: str, tmp
                 state[f"{place}{letter}_norm.weight"] = torch.randn(SIZE).bfloat16()
     folder = save_vllm(tmp_path / "in", ranks, state)
     assert_equal(joined(folder, tmp_path / "out.safetensors", to_names=f"hf:{family}"), state)
+    assert f"files of {ranks} rank" in say("validate", folder).out  # nothing records how many there were
 
 
 def test_ranks_of_vllm_with_the_same_keys_are_refused(tmp_path: Path) -> None:
@@ -402,6 +403,11 @@ def test_layers_of_neox_are_joined_and_summed(parts: int, tmp_path: Path) -> Non
     state = {name: torch.randint(-64, 64, value.shape) / 16 for name, value in files.items()}
     folder = save_neox(state, tmp_path / "in", parts)
     assert_equal(joined(folder, tmp_path / "out.safetensors", to_names="hf:gpt_neox"), state)
+    for lost in folder.glob(f"layer_{LAYERS + 1:02d}-*"):  # the last layer, of all parts
+        lost.rename(tmp_path / lost.name)
+    assert f"layer_{LAYERS + 1:02d}-model_00-model_states.pt is missing" in say("validate", folder).out
+    for lost in tmp_path.glob("layer_*"):
+        lost.rename(folder / lost.name)
     if parts > 1:
         words = ["convert", folder, "--to-names", "hf:gpt_neox", "--max-shard-size", "0.9kB"]
         assert say(*words, "-o", tmp_path / "shards", "--jobs", "2").code == 0

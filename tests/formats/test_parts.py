@@ -165,6 +165,7 @@ def test_the_last_epoch_of_torchtune_is_read(tmp_path: Path) -> None:
     assert say("convert", tmp_path / "model", "-o", tmp_path / "out.pth").code == 0
     assert torch.equal(load(tmp_path / "out.pth")["norm.weight"], whole()["norm.weight"] + 10)
     assert "skipped: hf_model_0001_1.pt" in say("inspect", tmp_path / "model").out
+    assert "files of 2 shards are there; nothing records" in say("validate", tmp_path / "model").out
 
 
 @pytest.mark.parametrize("name", ["model_rank{}.pt", "fold-{}-of-2.pth", "ep1-ba5-rank{}.pt", "epoch_{:03d}_of_100.pt"])

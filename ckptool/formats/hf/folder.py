@@ -159,6 +159,8 @@ class HfFolder(ShardedContainer):
             else:
                 what = "its shards have no index and names of their own: transformers does not load them"
                 self.note("in-pieces", "note", what)
+                if "of" not in weights.files[0]:  # torchtune's hf_model_0001_0.pt
+                    self.note_unrecorded(len(weights.files))
         elif index is not None and not index.described:
             what = f'{weights.index_name} has no object "metadata": transformers does not load the shards without it'
             self.note(NO_INDEX, "error", what, weights.index_name)
