@@ -92,6 +92,7 @@ ARGUMENTS: dict[str, Callable[[Path], list[str]]] = {
     "rename": lambda path: ["--rename", "layer.*=block.*"],
     "salvage": lambda path: [],
     "sanitize": lambda path: [],
+    "set": lambda path: ["epoch=3"],
     "slim": lambda path: [],
     "strip-module": lambda path: [],
 }
@@ -179,9 +180,7 @@ def test_copies_and_files_of_their_own_are_no_parts(name: str, tmp_path: Path) -
         assert part_of(checkpoint) is None
 
 
-@pytest.mark.parametrize(
-    "name", ["consolidated.00.pth", "model_rank0.pt", "checkpoint_last-shard0.pt", "model0-mp1.pt"]
-)
+@pytest.mark.parametrize("name", ["consolidated.00.pth", "model_rank0.pt", "x_last-shard0.pt", "model0-mp1.pt"])
 def test_a_lone_first_part_is_a_whole(name: str, tmp_path: Path) -> None:
     torch.save(whole(), tmp_path / name)
     with ckptool.open(tmp_path / name) as checkpoint:
