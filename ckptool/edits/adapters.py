@@ -427,14 +427,13 @@ def _place(output: Output, block: Block, source: Tensor) -> Place | None:
 class Match(NamedTuple):
     """The weights of a base by the names of one layout, and the names there of the modules of an adapter.
 
-    ``fits`` counts the modules with a fitting shape; ``is_whole``: all modules are there, and fit. ``is_sure``: the
-    layout belongs to one model.
+    ``order`` has whether all modules are there and fit, the number of modules with a fitting shape, and the number of
+    modules that are there. ``is_sure``: the layout belongs to one model.
     """
 
     weights: Mapping[str, Weight]
     names: Mapping[str, str]
-    fits: int
-    is_whole: bool
+    order: tuple[bool, int, int]
     is_sure: bool
 
 
@@ -442,16 +441,15 @@ def matches(adapter: Adapter, models: Sequence[Modules], base: Mapping[str, Tens
     """Return where the base holds each model of an adapter, or None for a model of another base."""
     layouts = list(_layouts(base))
     found = [_match(adapter, model, layouts) for model in models]
-    is_any = any(match.is_whole for match in found)
-    best = max(found, key=lambda match: (match.fits, len(match.names)))
+    best = max(found, key=lambda match: match.order)
     # A model that the base holds in part is wrong. One that it does not hold belongs to another base.
-    used = [match.is_whole or (bool(match.names) and match.is_sure) if is_any else match is best for match in found]
-    return [match if wanted else None for match, wanted in zip(found, used)]
+    used = [match.order[0] or (bool(match.names) and match.is_sure) for match in found]
+    return [match if (wanted if best.order[0] else match is best) else None for match, wanted in zip(found, used)]
 
 
 def _match(adapter: Adapter, model: Modules, layouts: Sequence[tuple[str, Mapping[str, Weight]]]) -> Match:
     """Return the layout of the base with most of the modules; raise RefusedError if two layouts have them all."""
-    best = Match({}, {}, 0, False, False)
+    found = [Match({}, {}, (False, 0, 0), False)]
     places: set[tuple[tuple[Place, ...], ...]] = set()
     for owner, weights in layouts:
         if owner not in ("", model.model):
@@ -463,13 +461,12 @@ def _match(adapter: Adapter, model: Modules, layouts: Sequence[tuple[str, Mappin
         names = {module: index[form] for module in model.parts if (form := model.form(module)) in index}
         shapes = [(product_shape(adapter, model.parts[module]), weights[f"{names[module]}.weight"]) for module in names]
         count = sum(shape is None or without_ones(shape) == without_ones(weight.shape) for shape, weight in shapes)
-        match = Match(weights, names, count, count == len(model.parts), owner != "")
-        if match.is_whole:
+        found.append(Match(weights, names, (count == len(model.parts), count, len(names)), owner != ""))
+        if count == len(model.parts):
             places.add(tuple(weight.places for _, weight in shapes))
-        best = max(best, match, key=lambda each: (each.is_whole, each.fits, len(each.names)))
     if len(places) > 1:
         raise adapter.refusal(f"the names of {model.label} mean different weights of the base", WITH_DIFFUSERS)
-    return best
+    return max(found, key=lambda match: match.order)
 
 
 def product_shape(adapter: Adapter, parts: Mapping[str, str]) -> tuple[int, ...] | None:
