@@ -176,7 +176,7 @@ def _lora(module: Module, keys: Keys) -> Iterator[WeightChange]:
     third = {part: form for part, form in _THIRD.items() if part in keys}
     forms = {**(_EMBEDDING if embedding else _LORA), **third}
     matrices = {part: key for part, key in keys.items() if part != "lora_B.bias"}
-    factor = module.weight
+    factor = module.weight * (1 if adaptive else product_scale(adapter, module.name, module.parts))
     if matrices:
         if adaptive is not ("lora_E" in third):
             raise adapter.refusal(f"{quoted(module.name)} needs lora_E with AdaLoRA, and cannot have it otherwise")
@@ -184,7 +184,6 @@ def _lora(module: Module, keys: Keys) -> Iterator[WeightChange]:
         shape = (size["o"], size["i"], *size.get("k", ()))
         _, first, *more = tensors = [keys[part] for part in forms]
         transposed = len(shape) == 2 and (embedding or adapter.is_set("fan_in_fan_out"))
-        factor *= 1 if adaptive else product_scale(adapter, module.name, module.parts)
         module.fit(first, shape[::-1] if transposed else shape)
         if prod(size.get("m", (size["o"],))) != size["o"]:
             raise module.unfit(more[0], f"{size['o']:,} elements are needed")
@@ -217,11 +216,8 @@ def _loha(module: Module, keys: Keys) -> Iterator[WeightChange]:
     # One row for each output, as a matrix; a Conv1d has a kernel with a second side of 1.
     matrix = own and shape in ((own[0], prod(own[1:])), (*own, 1) if with_core else own)
     module.fit(keys["hada_w1_a"], own if matrix else shape)
-    yield module.change(
-        "hadamard",
-        (keys[part] for part in forms),
-        scale(module.adapter, module.name, size["r"], "alpha") * module.weight,
-    )
+    factor = scale(module.adapter, module.name, size["r"], "alpha") * module.weight
+    yield module.change("hadamard", (keys[part] for part in forms), factor)
 
 
 def _lokr(module: Module, keys: Keys) -> Iterator[WeightChange]:

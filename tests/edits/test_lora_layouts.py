@@ -21,12 +21,8 @@ from ckptool.formats.recipes.loras import Family, ModuleRule, families
 State = dict[str, torch.Tensor]
 RANK = 2
 #: How each layout spells the two matrices.
-SPELLED = {
-    "kohya": ("lora_down.weight", "lora_up.weight"),
-    "comfyui": ("lora_A.weight", "lora_B.weight"),
-    "diffusers": ("lora_A.weight", "lora_B.weight"),
-    "peft": ("lora_A.weight", "lora_B.weight"),
-}
+SPELLED = {"kohya": ("lora_down.weight", "lora_up.weight")}
+SPELLED |= dict.fromkeys(("comfyui", "diffusers", "peft"), ("lora_A.weight", "lora_B.weight"))
 
 
 def side_of(family: Family, layout: str) -> int:
@@ -385,3 +381,9 @@ def test_the_header_keeps_what_stays_true(tmp_path: Path) -> None:
     made = converted(tmp_path / "lora.safetensors", "diffusers", tmp_path / "out.safetensors")
     with safe_open(made, "pt") as opened:
         assert opened.metadata() == {"ss_network_module": "networks.lora_flux", "format": "pt"}
+    pairs = [(at, pair(f"transformer.transformer_blocks.0.attn.to_{name}")) for at, name in enumerate("qkv", 1)]
+    save_file(
+        {key: at * value for at, each in pairs for key, value in each.items()}, tmp_path / "parts.safetensors", texts
+    )
+    with safe_open(converted(tmp_path / "parts.safetensors", "kohya:flux", tmp_path / "k.safetensors"), "pt") as opened:
+        assert (opened.metadata()["ss_network_dim"], opened.metadata()["ss_network_alpha"]) == ("6", "6")

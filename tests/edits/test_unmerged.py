@@ -229,6 +229,8 @@ def test_what_cannot_be_merged_to_the_same_bytes_is_refused(tmp_path: Path) -> N
     experts = {**CONFIG, "target_parameters": ["q_proj.weight"], "target_modules": []}
     with pytest.raises(RefusedError, match="in 16 bits"):
         ckptool.merge_lora(write(tmp_path, half, experts))
+    with pytest.raises(RefusedError, match="no partner lora_B"):
+        ckptool.merge_lora(write(tmp_path, {k: v for k, v in inside().items() if "lora_B" not in k}), keep="adapter")
     unknown = inside() | {f"base_model.model.{MODULE}.vera_lambda_d.x.y": torch.ones(2)}
     with pytest.raises(RefusedError, match="vera_lambda_d"):
         ckptool.merge_lora(write(tmp_path, unknown))
