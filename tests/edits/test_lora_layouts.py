@@ -381,9 +381,8 @@ def test_the_header_keeps_what_stays_true(tmp_path: Path) -> None:
     made = converted(tmp_path / "lora.safetensors", "diffusers", tmp_path / "out.safetensors")
     with safe_open(made, "pt") as opened:
         assert opened.metadata() == {"ss_network_module": "networks.lora_flux", "format": "pt"}
-    pairs = [(at, pair(f"transformer.transformer_blocks.0.attn.to_{name}")) for at, name in enumerate("qkv", 1)]
-    save_file(
-        {key: at * value for at, each in pairs for key, value in each.items()}, tmp_path / "parts.safetensors", texts
-    )
+    start = "transformer.transformer_blocks.0.attn.to_"
+    parts = {key: at * value for at in (1, 2, 3) for key, value in pair(f"{start}{'_qkv'[at]}").items()}
+    save_file(parts, tmp_path / "parts.safetensors", texts)
     with safe_open(converted(tmp_path / "parts.safetensors", "kohya:flux", tmp_path / "k.safetensors"), "pt") as opened:
         assert (opened.metadata()["ss_network_dim"], opened.metadata()["ss_network_alpha"]) == ("6", "6")
