@@ -260,16 +260,14 @@ def pair(name: str, shape: tuple[int, int] = (8, 8)) -> State:
 
 
 def test_what_a_layout_cannot_hold_is_refused(tmp_path: Path) -> None:
-    text = pair("lora_te3_encoder_block_0_layer_0_SelfAttention_q")
-    assert "diffusers has no place" in refusal(text, "diffusers", tmp_path)
-    block = "lora_unet_double_blocks_0_img_attn_qkv"
-    kronecker = {f"{block}.lokr_w1": torch.ones(3, 2), f"{block}.lokr_w2": torch.ones(8, 4)}
+    encoder = "lora_te3_encoder_block_0_layer_0_SelfAttention_q"
+    assert "diffusers has no place" in refusal(pair(encoder), "diffusers", tmp_path)
+    kronecker = {f"lora_unet_double_blocks_0_img_attn_qkv.lokr_w{n}": torch.ones(3 * n, 2 * n) for n in (1, 2)}
     assert "only plain matrices can" in refusal(kronecker, "diffusers", tmp_path)
     proj = "lora_unet_double_blocks_0_img_attn_proj"
     columns = {**pair(proj), f"{proj}.dora_scale": torch.ones(1, 8)}
     assert "dora_scale" in refusal(columns, "peft", tmp_path)
-    difference = {**pair(proj), f"{proj}.diff": torch.ones(8, 8)}
-    assert ".diff" in refusal(difference, "diffusers", tmp_path)
+    assert ".diff" in refusal({**pair(proj), f"{proj}.diff": torch.ones(8, 8)}, "diffusers", tmp_path)
     (tmp_path / "lora.safetensors").unlink()
     left = {**pair(proj), f"{proj}.diff": torch.zeros(8, 8)}
     save_file(left, tmp_path / "lora.safetensors")
@@ -363,8 +361,7 @@ def test_half_a_pair_and_unknown_underscores_are_refused(tmp_path: Path) -> None
 
 
 def test_names_of_several_models_are_asked_for(tmp_path: Path) -> None:
-    name = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
-    state = {f"{name}.lora_A.weight": torch.ones(2, 8), f"{name}.lora_B.weight": torch.ones(8, 2)}
+    state = pair("unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q")
     assert "fit several models" in refusal(state, "kohya", tmp_path)
     for key, start in (("sd1", "lora_unet_mid_block"), ("sdxl", "lora_unet_middle_block")):
         made = converted(tmp_path / "lora.safetensors", f"kohya:{key}", tmp_path / f"{key}.safetensors")
@@ -378,8 +375,7 @@ def test_the_header_keeps_what_stays_true(tmp_path: Path) -> None:
     texts = {"ss_network_module": "networks.lora_flux", "sshs_model_hash": "0123", "format": "pt"}
     texts |= {"ss_network_alpha": "1", "ss_network_dim": "2"}
     save_file(pair("lora_unet_double_blocks_0_img_attn_proj"), tmp_path / "lora.safetensors", texts)
-    made = converted(tmp_path / "lora.safetensors", "diffusers", tmp_path / "out.safetensors")
-    with safe_open(made, "pt") as opened:
+    with safe_open(converted(tmp_path / "lora.safetensors", "diffusers", tmp_path / "out.safetensors"), "pt") as opened:
         assert opened.metadata() == {"ss_network_module": "networks.lora_flux", "format": "pt"}
     start = "transformer.transformer_blocks.0.attn.to_"
     parts = {key: at * value for at in (1, 2, 3) for key, value in pair(f"{start}{'_qkv'[at]}").items()}
