@@ -309,7 +309,7 @@ def product_scale(adapter: Adapter, module: str, parts: Parts) -> float:
             raise adapter.refusal(f"{quoted(key)} is not a finite number")
         return float(alpha) / rank
     if adapter.config:
-        check_rank(adapter, first, rank)
+        check_rank(adapter, first or module, rank)
         return scale(adapter, module, rank)
     if adapter.alpha is not None and rank:
         return adapter.alpha / rank
