@@ -67,6 +67,7 @@ _ORIGINAL: Final = ".original_module."
 #: Modules whose LoRA early versions of diffusers wrote behind the attention, in a U-Net and in a text encoder.
 _OLD_UNET: Final = {"to_out": "to_out.0"}
 _OLD_TEXT: Final = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
+_AGAIN: Final = "get the file again"
 WITH_DIFFUSERS: Final = "with diffusers: pipe.load_lora_weights(), pipe.fuse_lora(), pipe.save_pretrained()"
 
 
@@ -148,9 +149,11 @@ def modules(
         for part, other in ((DOWN, UP), (UP, DOWN)):
             if part in parts and other not in parts:
                 partner = other.removesuffix(".weight")
-                raise RefusedError(f"{quoted(parts[part])} has no partner {partner}: the file is incomplete")
+                what = f"{quoted(parts[part])} has no partner {partner}: the file is incomplete"
+                raise RefusedError(what, next=_AGAIN)
         if parts.keys() == {"alpha"}:
-            raise RefusedError(f"{quoted(parts['alpha'])} has no matrices beside it: the file is incomplete")
+            what = f"{quoted(parts['alpha'])} has no matrices beside it: the file is incomplete"
+            raise RefusedError(what, next=_AGAIN)
     return [Modules(*which, parts) for which, parts in found.items()]
 
 

@@ -130,6 +130,7 @@ class Adapter(NamedTuple):
         Raise RefusedError if a key is unknown, or not used by a merge.
         """
         prefix, way = ("", WITH_DIFFUSERS) if self.of_pipeline else (PEFT_PREFIX, BY_PEFT)
+        way = way if to_merge else "give the file of the adapter alone"
         try:
             found = modules(self.tensors, prefix, lambda one, other: self.stored(one).equals(self.stored(other)))
         except RefusedError as error:

@@ -17,7 +17,7 @@ from math import frexp, prod
 from typing import Any, Final
 
 from ..base.dtypes import BY_NAME
-from ..base.errors import CkptoolError, TargetError, adding_path
+from ..base.errors import CkptoolError, RefusedError, TargetError, adding_path
 from ..base.records import NamedTuple
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint, Target
@@ -48,6 +48,7 @@ from .lora_modules import LAYOUTS, Out, Piece, Renaming
 from .model_config import LOOKUP
 from .ranks import NEW_SETTINGS, STALE, peft_folder, rank_settings, stated
 from .recompute import Recomputation, tensors_of
+from .unmerged import inside, merge_step
 
 _MID: Final = "lora_mid.weight"
 _BIAS: Final = "lora_B.bias"
@@ -138,6 +139,9 @@ class _Conversion:
         self.state_dict = only_one(checkpoint, selected(checkpoint, key))
         nodes = self.work.checkpoint.graph.nodes
         self.refs = {str(nodes[name]): ref for name, ref in self.state_dict.items}
+        if found := inside(self.refs):
+            what = "it is a model with an adapter inside, not a LoRA"
+            raise RefusedError(what, path=self.path, next=merge_step(checkpoint, found, "adapter"))
         given = read_object(config) if isinstance(config, str) else config
         header = parsed_object(checkpoint.metadata.get(ADAPTER_CONFIG, ""))
         self.config = dict(given or header or adapter_config(checkpoint) or {})

@@ -15,7 +15,7 @@ from ..base.errors import RefusedError
 from ..base.lazy import regex
 from ..base.prefixes import adapter_keys
 from ..base.records import NamedTuple
-from ..base.steps import NextStep, as_step, command, suggested_output
+from ..base.steps import NextStep, as_step, command, option, suggested_output
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.selection import only_one, selected
@@ -70,14 +70,19 @@ def unmerged(checkpoint: Checkpoint) -> Inside | None:
     return next(filter(None, found), None)
 
 
-def merge_step(checkpoint: Checkpoint, found: Inside) -> NextStep:
-    """Return the command that merges the adapter inside a model, or a sentence if something is missing for that."""
+def merge_step(checkpoint: Checkpoint, found: Inside, keep: str = "") -> NextStep:
+    """Return the command that merges the adapter inside a model, or with ``keep`` "adapter" takes it out; or a sentence
+    if something is missing for that."""
+    name, does = "ckptool lora merge", "merges it"
+    if keep:
+        name, does = f"{name} with {option('keep', keep)}", "takes it out"
     if adapter_config(checkpoint) is None:
         what = f"the scale is only in the {CONFIG} that was saved with it: put that beside it"
-        return as_step(f"{what}, and ckptool lora merge merges it")
+        return as_step(f"{what}, and {name} {does}")
     if len(found.adapters) > 1:
-        return as_step(f"ckptool lora merge takes one of its adapters, {found.words}, with `--adapter NAME`")
-    return command("lora merge", checkpoint.path, output=suggested_output(checkpoint.path, "merged"))
+        return as_step(f"{name} takes one of its adapters, {found.words}, with `--adapter NAME`")
+    output = suggested_output(checkpoint.path, keep or "merged", ".safetensors" if keep else "")
+    return command("lora merge", checkpoint.path, output=output, keep=keep)
 
 
 def taken_apart(

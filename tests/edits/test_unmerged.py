@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ckptool.base.errors import RefusedError
 
 MODULE = "model.layers.0.self_attn.q_proj"
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, "target_modules": ["q_proj"]}
+FOLDER = {"adapter_config.json", "adapter_model.safetensors"}
 State = dict[str, torch.Tensor]
 
 
@@ -187,10 +189,7 @@ def test_base_and_adapter_merge_to_the_same(tmp_path: Path) -> None:
     path = write(tmp_path, {"model": state, "epoch": 3}, {**CONFIG, "init_lora_weights": "pissa"})  # type: ignore[dict-item]
     assert say("lora", "merge", path, "--keep", "base", "--key", "model", "-o", tmp_path / "base.pth").code == 0
     assert say("lora", "merge", path, "--keep", "adapter", "--key", "model", "-o", tmp_path / "adapter").code == 0
-    assert sorted(item.name for item in (tmp_path / "adapter").iterdir()) == [
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    ]
+    assert {item.name for item in (tmp_path / "adapter").iterdir()} == FOLDER
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert settings == {**CONFIG, "init_lora_weights": True}  # the base that was kept is the changed one
     base = torch.load(tmp_path / "base.pth")
@@ -218,10 +217,14 @@ def test_shards_are_merged_in_their_folder(tmp_path: Path) -> None:
     parts = [load_file(file) for file in (tmp_path / "out").glob("model*.safetensors")]
     assert_same({key: value for part in parts for key, value in part.items()}, whole)
     assert say("lora", "merge", folder, "--keep", "adapter", "-o", tmp_path / "adapter").code == 0
-    assert {item.name for item in (tmp_path / "adapter").iterdir()} == {
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    }
+    assert {item.name for item in (tmp_path / "adapter").iterdir()} == FOLDER
+
+
+def test_a_conversion_takes_the_adapter_alone(tmp_path: Path) -> None:
+    path = write(tmp_path, inside())
+    with pytest.raises(RefusedError, match="a model with an adapter inside, not a LoRA") as caught:
+        ckptool.convert_lora(path, "kohya")
+    assert say(*shlex.split(str(caught.value.step))[1:]).code == 0
 
 
 def test_what_cannot_be_merged_to_the_same_bytes_is_refused(tmp_path: Path) -> None:
@@ -235,14 +238,9 @@ def test_what_cannot_be_merged_to_the_same_bytes_is_refused(tmp_path: Path) -> N
     with pytest.raises(RefusedError, match="vera_lambda_d"):
         ckptool.merge_lora(write(tmp_path, unknown))
     codes = {f"base_model.model.{MODULE}.base_layer.weight": torch.zeros(32, 1, dtype=torch.uint8)}
-    codes |= {
-        f"base_model.model.{MODULE}.base_layer.weight.{name}": torch.zeros(size, dtype=dtype)
-        for name, size, dtype in (
-            ("absmax", 1, torch.float32),
-            ("quant_map", 16, torch.float32),
-            ("quant_state.bitsandbytes__nf4", 90, torch.uint8),
-        )
-    }
+    parts = {"absmax": torch.zeros(1), "quant_map": torch.zeros(16)}
+    parts["quant_state.bitsandbytes__nf4"] = torch.zeros(90, dtype=torch.uint8)
+    codes |= {f"base_model.model.{MODULE}.base_layer.weight.{name}": part for name, part in parts.items()}
     with pytest.raises(RefusedError, match="quantized"):
         ckptool.merge_lora(write(tmp_path, inside() | codes))
     assert "adapter inside" not in say("inspect", write(tmp_path, {"a.base_layer.weight": torch.ones(2)})).all
