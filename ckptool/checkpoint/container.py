@@ -126,7 +126,7 @@ class Traits(NamedTuple):
 class RankSave(NamedTuple):
     """A folder that many ranks saved: the number of ranks with a part in it, and the step, or None if unknown.
 
-    ``recorded``: the files record how many ranks, or shards (``kind``), there were, so that a missing one is seen."""
+    ``recorded``: the files say how many there were, so that a missing one is noticed. ``kind``: "rank" or "shard"."""
 
     ranks: int
     step: int | None = None

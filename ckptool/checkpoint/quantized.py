@@ -45,7 +45,7 @@ _DTYPES: Final = {
     **{"floats": _FLOATS, "exponents": _EXPONENTS, "scales": _FLOATS | _EXPONENTS, "index": {"int32", "int64"}},
 }
 _STATE: Final = ".quant_state.bitsandbytes__"
-#: Ends of names: of parts of a weight in any model, and in a quantized one, and of other tensors in a quantized model.
+#: Ends of the names of tensors; the table describes each kind.
 _MARKS, _PARTS, _BESIDE = (tuple(words(" ".join(lines[1:]))) for lines in table("checkpoint/quantized_names").values())
 #: The end of a name of a scale, of whatever format.
 _SCALE: Final = regex(r"(?<!logit_)(scal|absmax|amax|SCB)[^.]*$")
@@ -262,13 +262,12 @@ def _packed(case: _Case) -> Plain:
     (bits, dense), known = ways[0] if ways else (0, True), f"compressed-tensors int{ways[0][0]}" if ways else ""
     outputs, scale, zero = prod(rows), case.shape(".weight_scale"), ".weight_zero_point"
     of_zero = -(-outputs * bits // 32), scale[-1] if prod(scale) > 1 else 1
-    misfit = None
-    if not ways or prod(shape[:-1]) != outputs:
-        misfit = ""
-    elif prod(scale) > 1 and scale[:-1] != (*rows,):
-        misfit = ".weight_scale"
-    elif zero in case.tensors and case.shape(zero) != of_zero:
-        misfit = zero
+    wrong = {
+        "": not ways or prod(shape[:-1]) != outputs,
+        ".weight_scale": prod(scale) > 1 and scale[:-1] != (*rows,),
+        zero: zero in case.tensors and case.shape(zero) != of_zero,
+    }
+    misfit = next((end for end in wrong if wrong[end]), None)
     return _fitting(case, misfit or "", shape, misfit is None, known, of, bits=bits, dense=dense)
 
 
@@ -546,14 +545,14 @@ class _Search:
         return set()
 
     def rival(self, name: str, names: Mapping[str, TensorEntry], found: dict[str, str], others: list[_Format]) -> str:
-        """Return the problem that these codes have parts of another format, too, which are added; "" if they do not."""
+        """Add to ``found`` the parts that codes have in other formats; return the problem if there are some, or ""."""
         keys = ((base, form.key) for form in others if (base := form.base(name, names)) is not None)
         more = {end: base + end for base, key in keys for end in key if base + end not in found.values()}
         found |= more
         return f"{join_limited([end.lstrip('._') for end in more])} belongs to another format" if more else ""
 
     def near(self, name: str, names: Mapping[str, TensorEntry]) -> list[str]:
-        """Return the names in the module of a ``weight``, or that begin as other codes do; [] without a scale."""
+        """Return the names beside codes, if one is a scale: in the module of a ``weight``, else with the same start."""
         module, _, last = name.rpartition(".")
         stem = f"{module}.{'' if last == 'weight' else last.rpartition('_')[0] if '_' in last else last}"
         matrix = last == "weight" and len(names[name].tensor.shape) > 1
@@ -566,8 +565,9 @@ class _Search:
         return []
 
     def unknown(self, name: str, names: Mapping[str, TensorEntry], used: set[str], given: bool) -> set[str]:
-        """Add codes that no format explains, if they have a scale, or the model is ``given`` as quantized; return the
-        names of its tensors that are not ``used``."""
+        """Add codes that no format explains, if a scale is near or the model is said to be quantized (``given``).
+
+        Return the names of the tensors added; ``used`` ones are left out."""
         last, tensor, near = name.rpartition(".")[2], names[name].tensor, self.near(name, names)
         plain = last in ("bias", "position_ids", "token_type_ids") or "mask" in last
         if plain or not (near or (given and len(tensor.shape) > 1)):

@@ -1,4 +1,4 @@
-"""What the tensors of an adapter change: for each kind, the shapes that fit together, and the step that computes it.
+"""Turn the tensors of an adapter into changes of weights: check their shapes, and choose the step for each kind.
 
 Sources: PEFT (``tuners/lora``, ``adalora``, ``loha``, ``lokr``, ``boft``, ``oft``, ``vera``, ``ia3``,
 ``trainable_tokens``). The arithmetic is in ``values/torch/adapters.py``.
@@ -55,9 +55,9 @@ class WeightChange(NamedTuple):
 
 
 class Module(NamedTuple):
-    """A module that an adapter changes, by the keys of its parts, and its name in a base at ``path`` with these shapes.
+    """A module that an adapter changes: ``parts`` has its keys, ``place`` is its name in the base.
 
-    ``weight`` multiplies the scale.
+    ``base`` has the shapes of the base at ``path``. ``weight`` multiplies the scale.
     """
 
     adapter: Adapter
@@ -111,7 +111,7 @@ class Module(NamedTuple):
         return self.adapter.refusal(f"{quoted(key)} is {shape_text(self.shape(key))}: {reason}", BY_PEFT)
 
     def fit(self, key: str, shape: Shape, target: str = "") -> None:
-        """Raise RefusedError if a change has another shape than the weight of the base, or than ``target`` there."""
+        """Raise RefusedError if a change has another shape than the weight, or the tensor ``target``, in the base."""
         target = target or self.key
         if (wanted := self.base.get(target, shape)) == shape:
             return
@@ -162,7 +162,7 @@ def _copies(module: Module, keys: Keys) -> Iterator[WeightChange]:
 
 
 def _is_tied_bias(module: Module, key: str) -> bool:
-    """Return whether a bias that the base lacks has the values of one that it holds, to which the model ties it."""
+    """Return whether a bias that the base lacks equals one that it holds: then the model ties them."""
     adapter = module.adapter
     others = (name for name in adapter.tensors if name.endswith(".bias") and name != key and name in module.base)
     return any(adapter.stored(key).equals(adapter.stored(name)) for name in others)
@@ -352,7 +352,7 @@ def _token_rows(module: Module, keys: Keys) -> Iterator[WeightChange]:
     yield module.change("rows", (key,), rows=tuple(rows))
 
 
-#: The types of adapters whose tensors begin so ("" for any), and the function for each kind of tensors.
+#: By the start of a part: the types of adapters that have it ("" for any), and the function for its changes.
 _KINDS: Final[Mapping[str, tuple[str, Callable[[Module, Keys], Iterator[WeightChange]]]]] = {
     "copy": ("", _copies),
     "lora_": ("LORA, ADALORA", _lora),

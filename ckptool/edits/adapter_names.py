@@ -1,8 +1,8 @@
 """Read the names of the tensors of an adapter, as each program spells them.
 
-A name has three parts: the model of the pipeline, the module that the tensor changes, and the part that it is to the
-module. The parts get PEFT's names, so no other module knows how a program spells them. kohya writes "_" for the dots of
-a module. The way back is not unique: names are compared in the form that ``Modules.form`` returns.
+A name has three parts: the model of the pipeline, the module that the tensor changes, and its role there, called part.
+Parts get PEFT's names, so no other module knows how a program spells them. kohya writes "_" for the dots of a module,
+which cannot be reversed: names are compared in the form that ``Modules.form`` returns.
 
 Sources: PEFT (``utils/save_and_load.py``, ``tuners/lora/layer.py``), sd-scripts (``networks/lora.py``,
 ``networks/merge_lora.py``), diffusers (``utils/state_dict_utils.py``, ``loaders/lora_conversion_utils.py``), ComfyUI
@@ -60,9 +60,9 @@ _PART: Final = regex(
     r"(?:\.(?P<last>weight|bias))?\Z"
 )
 _MATRICES: Final = {"down": "lora_A", "up": "lora_B", "A": "lora_A", "B": "lora_B", "mid": "lora_mid"}
-#: A key of a model with an adapter inside, of a module that was trained as a whole.
+#: A key of a module that was trained as a whole, in a model with an adapter inside.
 _SAVED: Final = regex(r"(?P<module>.+?)\.modules_to_save\.(?P<name>[^.]+)(?P<rest>\..+)\Z")
-#: Before the name of a parameter in a module that was trained as a whole: the parameter before the training.
+#: Marks the former parameters of a module that was trained as a whole.
 _ORIGINAL: Final = ".original_module."
 #: Modules whose LoRA early versions of diffusers wrote behind the attention, in a U-Net and in a text encoder.
 _OLD_UNET: Final = {"to_out": "to_out.0"}
@@ -72,7 +72,7 @@ WITH_DIFFUSERS: Final = "with diffusers: pipe.load_lora_weights(), pipe.fuse_lor
 
 
 class Name(NamedTuple):
-    """A key of an adapter, read.
+    """The parsed key of a tensor in an adapter.
 
     ``label`` is the model's name in a pipeline, "" for PEFT. ``part`` is PEFT's name of the part, with its end for
     matrices ("lora_A.weight"), "alpha", or "copy.END" for a tensor that replaces another. ``adapter`` is the adapter's
@@ -113,7 +113,7 @@ class Modules(NamedTuple):
 
 
 def is_of_pipeline(keys: Collection[str]) -> bool:
-    """Return whether keys are those that kohya or diffusers give to an adapter: all have a model, some a matrix."""
+    """Return whether kohya or diffusers wrote these keys: all name a model of a pipeline, some a matrix."""
     return all(map(_MODEL.match, keys)) and any(map(_PART.match, keys))
 
 
@@ -127,8 +127,8 @@ def modules(
 ) -> list[Modules]:
     """Return the modules of each model that an adapter with these keys changes; ``prefix`` was removed from the keys.
 
-    ``are_equal`` returns whether two tensors have the same values. Raise RefusedError for a key that is not known, for
-    two adapters, for a part without its partner, and for different tensors with one meaning.
+    ``are_equal`` returns whether two tensors have the same values. Raise RefusedError for an unknown key, for
+    several adapters, for a part without its partner, and for different tensors with one meaning.
     """
     found: dict[tuple[Layout, str], dict[str, dict[str, str]]] = {}
     adapters: set[str] = set()
@@ -158,10 +158,8 @@ def modules(
 
 
 def adapter_key(key: str) -> tuple[str, str] | None:
-    """Return the adapter of a key in a model with adapters inside, and the key as PEFT saves it; None for the model's.
-
-    Without a name of an adapter in the key, the first is "".
-    """
+    """Return the name of the adapter ("" if none is in the key) and the key as PEFT saves it, for a key of an adapter
+    inside a model; None for a key of the model itself."""
     if saved := _SAVED.match(key):
         return saved["name"], saved["module"] + saved["rest"]
     match = _PART.match(key)

@@ -70,7 +70,7 @@ _LONGEST_PATTERN: Final = 300
 _MOST_PATTERNS: Final = 5000
 _MOST_STEPS: Final = 2e10
 _compiled: Final = lru_cache(maxsize=_MOST_PATTERNS)(re.compile)
-#: A scale that no adapter has.
+#: A bound for numbers in settings, above any scale.
 _LARGEST: Final = 1e30
 
 
@@ -78,8 +78,8 @@ class Adapter(NamedTuple):
     """An adapter: the checkpoint with its tensors, its settings, and its tensors by key, without PEFT's prefix.
 
     ``of_pipeline``: it has the names of kohya or diffusers. ``alpha`` is used where the adapter records none.
-    ``in_model``: it comes from the state dict of a model, with the dtype in which it was trained. PEFT computes with
-    others in 32 bits.
+    ``in_model``: it comes from the state dict of a model, with the dtype in which it was trained. PEFT computes in
+    32 bits with others.
     """
 
     checkpoint: Checkpoint
@@ -214,7 +214,7 @@ def adapter_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
 
 
 def _config_of_header(checkpoint: Checkpoint, keys: Collection[str], alpha: float | None) -> Mapping[str, Any] | None:
-    """Return the settings of a LoRA with PEFT's names, by the header of its file or by ``alpha``; None without both."""
+    """Return the settings of a LoRA with PEFT's names, from the header of its file or ``alpha``, or None."""
     if (whole := parsed_object(checkpoint.metadata.get(CONFIG, ""))) is not None:
         return whole
     stated = _header_number(checkpoint, ALPHAS)
@@ -230,7 +230,7 @@ def _config_of_header(checkpoint: Checkpoint, keys: Collection[str], alpha: floa
 def _without_config(adapter: Adapter) -> RefusedError:
     keys = adapter.tensors.keys()
     if is_of_other_library(keys):
-        message = "it has names as of mlx or torchtune, and only adapters of PEFT, kohya and diffusers can be merged"
+        message = "it has the names of mlx or torchtune, and only adapters of PEFT, kohya and diffusers can be merged"
         return adapter.refusal(message, "merge it with the library that trained it")
     if not adapter_keys(keys):
         return adapter.refusal(f"it is not an adapter: there is no {CONFIG} beside it, and no name of an adapter in it")
@@ -323,7 +323,7 @@ def product_scale(adapter: Adapter, module: str, parts: Parts) -> float:
 
 
 def check_rank(adapter: Adapter, key: str, rank: int) -> None:
-    """Raise RefusedError if neither ``r`` nor ``rank_pattern`` has a rank. Without ``r``, any is right."""
+    """Raise RefusedError if ``r`` is set, and neither it nor a value of ``rank_pattern`` is this rank."""
     if "r" not in adapter.config:
         return
     pattern = adapter.config.get("rank_pattern") or {}

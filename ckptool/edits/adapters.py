@@ -1,7 +1,7 @@
 """Find the weights of a base model that an adapter changes, and describe an adapter.
 
-An adapter may use names of another layout of the same model. A built-in recipe gives a base these names, and says which
-rows of its tensors each weight is made of.
+An adapter may use the names of another layout of the same model. Then a built-in recipe maps each weight to rows of
+tensors in the base.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _changes_of(
     path: str,
     weight: float,
 ) -> list[WeightChange]:
-    """Return the changes by modules of an adapter, given the parts of each; ``names`` has other names in the base."""
+    """Return the changes by the modules of an adapter; ``names`` maps modules to their names in the base."""
     changes: list[WeightChange] = []
     missing: list[str] = []
     for name, keys in parts.items():
@@ -171,7 +171,7 @@ def _changes_of(
 def _pipeline_changes(
     adapter: Adapter, base: Mapping[str, Tensor], path: str, weight: float
 ) -> tuple[list[WeightChange], Mapping[str, int]]:
-    """Return the changes by each model of the adapter that the base holds, and how many tensors other models have."""
+    """Return the changes by the models of the adapter that the base holds, and the number of tensors of each other."""
     models = adapter.modules()
     found: list[WeightChange] = []
     unused: dict[str, int] = {}
@@ -184,7 +184,7 @@ def _pipeline_changes(
             other = owners.setdefault(change.key, model.label)
             if other != model.label:
                 what = f"its models {other} and {model.label} both fit {quoted(change.key)} of {path}"
-                raise adapter.refusal(f"{what}, and names do not tell which of them that is", WITH_DIFFUSERS)
+                raise adapter.refusal(f"{what}, and the names do not show which is meant", WITH_DIFFUSERS)
             found.append(change)
     return found, unused
 
@@ -195,11 +195,8 @@ def _placed(adapter: Adapter, model: Modules, match: Match, path: str, weight: f
     check_settings(own)
     shapes = {name: item.shape for name, item in match.weights.items()}
     for module, keys in model.parts.items():
-        key, change, magnitude = (
-            f"{match.names.get(module, module)}.weight",
-            product_shape(own, keys),
-            keys.get(NORMS, ""),
-        )
+        key, magnitude = f"{match.names.get(module, module)}.weight", keys.get(NORMS, "")
+        change = product_shape(own, keys)
         if change and key in shapes and without_ones(change) == without_ones(shapes[key]):
             shapes[key] = change
         norms = adapter.tensors[magnitude].shape if magnitude else ()
@@ -211,21 +208,21 @@ def _placed(adapter: Adapter, model: Modules, match: Match, path: str, weight: f
 
 # -- parameters that are not modules, such as the experts of a layer in one tensor (``target_parameters``)
 #
-# PEFT stores the matrices of all experts in two, without the name of the parameter: settings and shapes tell it.
+# PEFT joins the matrices of all experts into two, without the name of the parameter: settings and shapes identify it.
 # Sources: PEFT (``tuners/lora/layer.py``, ParamWrapper; ``tuners/tuners_utils.py``, ``_inject_parameters``).
 
-#: The wrappers of other parameters of a module that lie around the wrapper of one.
+#: PEFT wraps a module once for each of its parameters. The names of inner wrappers end so.
 _NESTED: Final = regex(r"(?:\.base_layer)*\Z")
 #: The most experts of a layer; a crafted file may claim any number.
 _MOST_EXPERTS: Final = 1 << 14
-#: The orders of the two axes behind the axis of experts.
+#: The orders of the axes after that of the experts.
 _ORDERS: Final = ("out, in", "in, out")
 
 
 def _parameter_changes(
     adapter: Adapter, parts: Mapping[str, Parts], base: Mapping[str, Tensor], path: str, weight: float
 ) -> tuple[list[WeightChange], set[str]]:
-    """Return the changes of parameters and the modules used; raise RefusedError if shapes do not tell which."""
+    """Return the changes of parameters and the modules used; raise RefusedError if the shapes fit none or several."""
     targets = adapter.config.get("target_parameters")
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise adapter.refusal("its target_parameters are not a list of names", BY_PEFT)
@@ -265,7 +262,7 @@ def _parameter_changes(
 
 
 def _fits(adapter: Adapter, pair: tuple[str, str], weights: Mapping[str, Weight], path: str) -> list[tuple[str, str]]:
-    """Return the parameters of the shape of two matrices, with their orders of axes; raise RefusedError without any."""
+    """Return the parameters that two matrices fit, with the order of axes of each; raise RefusedError if none fits."""
     a, b = (adapter.tensors[key].shape for key in pair)
     found = []
     for name, weight in weights.items():
@@ -344,7 +341,7 @@ class Weight(NamedTuple):
         return self._replace(places=tuple(places))
 
     def changes(self, change: WeightChange) -> Iterator[WeightChange]:
-        """Yield a change of the weight as the change of each tensor in the base that has rows of it."""
+        """Yield a change of the weight as changes of the tensors in the base that hold its rows."""
         for place in self.places:
             step = change.step
             if len(self.places) > 1 or place.is_part:
@@ -394,7 +391,7 @@ def _whole(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Weight:
 
 
 def _found(output: Output, base: Mapping[str, Tensor]) -> Weight | None:
-    """Return a weight that a recipe makes of whole rows of the base; None for any other."""
+    """Return a weight that a recipe makes of whole rows of the base, or None."""
     if not output.shape:
         return None
     if not output.blocks:
@@ -425,10 +422,10 @@ def _place(output: Output, block: Block, source: Tensor) -> Place | None:
 
 
 class Match(NamedTuple):
-    """The weights of a base by the names of one layout, and the names there of the modules of an adapter.
+    """The weights of a base by the names of one layout, and the names of an adapter's modules in that layout.
 
-    ``order`` has whether all modules are there and fit, the number of modules with a fitting shape, and the number of
-    modules that are there. ``is_sure``: the layout belongs to one model.
+    ``order`` ranks matches: whether all modules are there and fit, the number of those that fit, and the number of
+    those that are there. ``is_sure``: the layout belongs to one model.
     """
 
     weights: Mapping[str, Weight]
@@ -481,7 +478,7 @@ def without_ones(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _layouts(base: Mapping[str, Tensor]) -> Iterator[tuple[str, Mapping[str, Weight]]]:
-    """Yield the names of the base, and those of built-in recipes; first the model of the pipeline, "" for any."""
+    """Yield the weights of the base under its own names and those of recipes, each with the model, or "" for any."""
     own = own_weights(base)
     yield "", own
     for prefix in (_LDM, *(f"{label}." for label in MODELS)):

@@ -1,4 +1,4 @@
-"""Merge PEFT adapters into the weights of a base model; only the weights that they change are computed."""
+"""Merge adapters into the weights of a base model; only the weights that they change are computed."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def merge_lora(
     adapter: str | None = None,
     keep: Literal["base", "adapter"] | None = None,
 ) -> Checkpoint:
-    """Merge PEFT adapters into a base model, one after the other.
+    """Merge adapters of PEFT, kohya or diffusers into a base model, one after the other.
 
-    An adapter is a folder with ``adapter_config.json``, or the file with its tensors beside that; it must stay open
-    until the result is saved. ``weights`` has one factor for each adapter, ``alpha`` is the lora_alpha of adapters that
-    record none, ``key`` is the path of the state dict, ``config`` the path of the settings of a single adapter.
-    Values are equal to those of PEFT's ``merge_and_unload()``. Raise RefusedError if an adapter has no merge or does
-    not fit the base, TargetError for invalid weights.
+    An adapter is a folder with ``adapter_config.json``, the file with its tensors beside that, or the LoRA of a
+    pipeline. It must stay open until the result is saved. ``weights`` has one factor for each adapter, ``alpha`` is
+    the lora_alpha of adapters that record none, ``key`` is the path of the state dict, ``config`` the path of the
+    settings of a single adapter. Values are equal to those of PEFT's ``merge_and_unload()``. Raise RefusedError if an
+    adapter has no merge or does not fit the base, TargetError for invalid weights.
 
     Without adapters, the base is a model with an unmerged adapter inside, as the state dict of a PEFT model.
     ``adapter`` names one of several. ``keep`` takes the model apart instead: "base" is the model without the adapter,
@@ -75,7 +75,7 @@ def merge_lora(
     if not all(factors):
         raise TargetError("the weights must be numbers other than 0", next="`--weights 1,0.5`")
     if keep not in (None, "base", "adapter"):
-        raise TargetError(f"{keep!r} is no part of it", next="`--keep base` or `--keep adapter`")
+        raise TargetError(f"{keep!r} is not a part of the model", next="`--keep base` or `--keep adapter`")
     if adapters:
         if unsuitable := next((name for name, each in (("adapter", adapter), ("keep", keep)) if each is not None), ""):
             raise TargetError(f"`--{unsuitable}` is for a model with an adapter inside", next="name no other adapter")
@@ -117,7 +117,7 @@ def merge_lora(
 
 
 def _noted(checkpoint: Checkpoint, *notes: str) -> Checkpoint:
-    """Add notes to the last change."""
+    """Put notes before those of the last change."""
     last = checkpoint.changes[-1]
     return checkpoint.replace(changes=(*checkpoint.changes[:-1], last._replace(notes=(*notes, *last.notes))))
 
@@ -125,8 +125,9 @@ def _noted(checkpoint: Checkpoint, *notes: str) -> Checkpoint:
 def merge_lora_files(
     checkpoint: Checkpoint, adapters: Sequence[str], *, dequantize: bool = False, **how: Any
 ) -> Checkpoint:
-    """Merge adapters by their paths; if a file is damaged, the error is about the damage. ``dequantize`` turns a
-    quantized base back into plain weights first.
+    """Merge adapters, given their paths; if a file is damaged, the error says so.
+
+    ``dequantize`` turns a quantized base into plain weights first.
     """
     if dequantize:
         from .dequantize import dequantize as plain_of
@@ -258,7 +259,7 @@ class _Merge:
         return [change for change in changes if change.key not in heads] if equal else changes
 
     def _check_tied(self, adapter: Adapter, changed: set[str]) -> None:
-        """Note whether an adapter changes only one of a tied pair."""
+        """Note whether an adapter changes the embedding but not its tied head; raise RefusedError for the reverse."""
         together = adapter.config.get("ensure_weight_tying") is True
         head = any(map(HEAD.search, changed))
         if together and head and self._headless:
@@ -323,7 +324,7 @@ class _Merge:
 
 
 def _with_own_head(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
-    """Say that the head is not tied to the embedding any more, and write so into ``config.json``, if there is one."""
+    """Note that the head is no longer tied to the embedding, and say so in ``config.json``, if there is one."""
     way = f"{CONFIG} says {_TIED} false now" if config else f"set {_TIED} to false in the model's {CONFIG}"
     checkpoint = _noted(checkpoint, f"the head differs from the embedding, and becomes weights of its own: {way}")
     if not config:

@@ -1,8 +1,8 @@
 """Give a LoRA the names and the layout that another program reads, without its base model.
 
-A name has three parts, and each is mapped by itself: whose tensor it is, the module, and the part of the change. The
-values move unchanged. They are computed only where a program fuses modules that another one has apart, and where the
-target has no place for alpha: then ``alpha / rank`` becomes part of both matrices, as diffusers does it.
+A name has three parts, and each is mapped separately: the model, the module, and the part of the change. Values move
+unchanged, except where one program fuses modules that another keeps apart, and where the target has no place for alpha:
+then ``alpha / rank`` becomes part of both matrices, as in diffusers.
 
 Sources: diffusers (``loaders/lora_conversion_utils.py``, ``utils/state_dict_utils.py``), sd-scripts
 (``networks/convert_flux_lora.py``), musubi-tuner (``convert_lora.py``), PEFT (``utils/save_and_load.py``), ComfyUI
@@ -76,7 +76,7 @@ class _Part(NamedTuple):
 
 
 class _Change(NamedTuple):
-    """The parts of a module of the output, the factor of its product, and what the target cannot hold."""
+    """The parts of a module of the output, the factor of its product, and the key of its alpha in the input, or ""."""
 
     parts: Mapping[str, _Part]
     scale: float
@@ -116,7 +116,7 @@ def lora_models(checkpoint: Checkpoint, layout: str, **how: Any) -> list[str]:
 
 
 def possible_layouts(checkpoint: Checkpoint) -> list[str]:
-    """Return the layouts that a LoRA can be given as it is, without the one that it has."""
+    """Return the layouts to which a LoRA can be converted without loss, except its own."""
     found = []
     for layout in LAYOUTS:
         with suppress(CkptoolError):
@@ -159,7 +159,7 @@ class _Conversion:
             raise adapter.refusal(f"only LoRA has other layouts, and it is {what}", BY_PEFT)
         with adding_path(self.path):
             self.names = Renaming(self.models, name, family, lambda key: tensors[key].shape)
-        #: The adapter with the settings of each module.
+        #: For each module, the adapter with the settings that apply to it.
         self.own = [adapter.of(model) for model in self.models for _ in model.parts]
         self.modules = self.names.modules
         for module in self.modules:
@@ -185,7 +185,7 @@ class _Conversion:
         return 1.0 if unscaled else product_scale(own, self.modules[at].name, parts)
 
     def _change(self, out: Out) -> _Change:
-        """Return the parts of a module: rows below each other; the products of several are blocks with zeros around."""
+        """Return the parts of a module: its pieces are rows below each other, several products blocks on a diagonal."""
         sources = [at for at in dict.fromkeys(piece.source for piece in out.pieces) if at is not None]
         if out.is_same:
             parts = {part: self._whole(key) for part, key in self.modules[sources[0]].parts.items() if part != "alpha"}
@@ -237,7 +237,7 @@ class _Conversion:
         return _Change(made, scale if same else 1.0)
 
     def _share(self, key: str, piece: Piece) -> tuple[int, int]:
-        """Return the first row and the number of rows of a part."""
+        """Return the first row and the number of rows of a piece in a tensor."""
         rows, number = self.adapter.stored(key).view.shape[0], sum(piece.shares)
         if rows % number:
             rows_text = pluralize(rows, "row")
@@ -245,7 +245,7 @@ class _Conversion:
         return rows // number * sum(piece.shares[: piece.at]), rows // number * piece.shares[piece.at]
 
     def _heights(self, out: Out, keys: Sequence[Parts]) -> list[int]:
-        """Return the rows of each piece; the others say how many zeros stand for a missing module."""
+        """Return the number of rows of each piece; a missing module gets rows of zeros, by its share."""
         known = {}
         for n, (piece, parts) in enumerate(zip(out.pieces, keys)):
             if key := next((parts[part] for part in _ROWS if part in parts), ""):
@@ -365,7 +365,7 @@ class _Conversion:
             ones = len(parts[DOWN].shape) - 1 if len(shape) == 1 and DOWN in parts else 0
             parts[NORMS] = parts[NORMS]._replace(shape=(*shape, *(1,) * ones) if kohya else (prod(shape),))
         items = [(f"{name}.{spelled.get(part, part)}", self._tensor(part, each)) for part, each in parts.items()]
-        if kohya and (alpha := self._alpha(out, f"{name}.alpha", change, sources)):
+        if kohya and (alpha := self._alpha(f"{name}.alpha", change, sources)):
             items.append((f"{name}.alpha", alpha))
         # A product with 0 or a power of 2 is exact.
         return items, any(abs(frexp(factor)[0]) not in (0, 0.5) for factor in factors.values())
@@ -376,7 +376,7 @@ class _Conversion:
         return {*parts} <= {UP, DOWN, "alpha"} and any(_is_zero(self.adapter.stored(key)) for key in zero)
 
     def _factors(self, parts: Mapping[str, _Part], scale: float) -> dict[str, float]:
-        """Return by which number each part is multiplied: PEFT scales the bias, too, and diffusers has no alpha."""
+        """Return the factor of each part that changes: PEFT also scales the bias, and diffusers has no alpha."""
         if scale == 1 or DOWN not in parts:
             return {}
         factors: dict[str, float] = {}
@@ -390,8 +390,8 @@ class _Conversion:
             factors[_BIAS] = 1 / scale
         return factors
 
-    def _alpha(self, out: Out, key: str, change: _Change, sources: Sequence[Parts]) -> Ref | None:
-        """Return the alpha of a module, as it is in the input if nothing about it changed; None if it needs none."""
+    def _alpha(self, key: str, change: _Change, sources: Sequence[Parts]) -> Ref | None:
+        """Return the alpha of a module, that of the input if the module is unchanged; None if it needs none."""
         needed = self.layout == "kohya" or change.scale != 1
         if change.alpha and (needed or DOWN not in change.parts):
             return self.refs[change.alpha]
@@ -441,7 +441,7 @@ def _rounded(number: float, dtype: str) -> tuple[bytes, float]:
 
 
 def _is_zero(tensor: StoredTensor) -> bool:
-    """Return whether all values are zero; -0 is, too."""
+    """Return whether all values are 0 or -0."""
     data, size = tensor.values, BY_NAME[tensor.view.dtype].itemsize
     return not (data[size - 1 :: size].translate(None, b"\0\x80") or any(any(data[at::size]) for at in range(size - 1)))
 

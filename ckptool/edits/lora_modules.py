@@ -1,7 +1,6 @@
-"""The modules that a LoRA changes, and their names in another layout: which model it is for, and what becomes of each.
+"""Recognise the base model of a LoRA by its modules, and name these modules in another layout.
 
-Nothing is read but names and shapes. If several models fit, each is tried: only if the names differ must a user say
-which one it is.
+Only names and shapes are read. If several models fit, each is tried: a user must choose only if the names differ.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class LoraModule(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Rows of a module of the output: the share ``at`` of the rows of a module of the input, or None for zeros."""
+    """Rows of a module of the output: the share number ``at`` of a module of the input; zeros if ``source`` is None."""
 
     source: int | None
     shares: tuple[int, ...] = (1,)
@@ -56,7 +55,7 @@ class Piece(NamedTuple):
 
 
 class Out(NamedTuple):
-    """A module of the output: its model, its name, and its rows, by modules of the input."""
+    """A module of the output: its model, its name, and the pieces that its rows are made of."""
 
     model: str
     name: str
@@ -85,11 +84,11 @@ def layout_of(models: Sequence[Modules]) -> str:
 
 
 class Renaming:
-    """The modules of a LoRA in another ``layout``: ``outs``, for the ``family`` of its base model, if one fits.
-    ``base`` names all models that have the same names.
+    """The modules of a LoRA in another ``layout``: ``outs``.
 
-    ``wanted`` is the key of a family, or "". ``shape`` returns the shape of the tensor with a key. Raise RefusedError
-    if no family has the modules, or several have them under different names.
+    ``family`` is that of the base model, or None; ``base`` lists the models with the same names. ``wanted`` is the key
+    of a family, or "". ``shape`` returns the shape of the tensor with a key. Raise RefusedError if no family has the
+    modules, or several have them under different names.
     """
 
     def __init__(self, models: Sequence[Modules], layout: str, wanted: str, shape: Shape) -> None:
@@ -110,8 +109,7 @@ class Renaming:
         return prefix and prefix + (out.name.replace(".", "_") if self.layout == "kohya" else out.name)
 
     def _chosen(self, wanted: str) -> tuple[Family | None, str, list[Out]]:
-        """Return the family of the base model, its name, and the modules of the output; raise RefusedError if families
-        with different names fit."""
+        """Return the family of the base model, the models with its names, and the modules of the output."""
         texts = [at for at, module in enumerate(self.modules) if module.is_text or self._is_clip(at)]
         core = [at for at in range(len(self.modules)) if at not in texts]
         found: dict[tuple[tuple[str, Out], ...], tuple[list[Family], list[Out]]] = {}
@@ -143,14 +141,14 @@ class Renaming:
         return chosen, " or ".join(family.name for family in same), outs
 
     def _keeps_names(self, core: Sequence[int]) -> bool:
-        """Return whether the names of an unknown model are right as they are: its library wrote them."""
+        """Return whether an unknown model keeps the names of its modules: the target uses those of its library."""
         owners = [self.modules[at].owner for at in core]
         labels = {owner.label for owner in owners}
         own = labels == {""} or (self.layout in ("peft", "diffusers") and labels <= {"unet", "transformer"})
         return own and not any(owner.dotless for owner in owners)
 
     def _is_clip(self, at: int) -> bool:
-        """Return whether a module without the name of a model is one of a text encoder."""
+        """Return whether a module without the name of a model belongs to a text encoder."""
         return not self.modules[at].owner.label and any(self._places(families()[key], [at]) for key in ("clip", "t5"))
 
     def _fits(self, family: Family, places: Mapping[int, Place]) -> bool:
@@ -186,7 +184,7 @@ class Renaming:
         for at, place in places.items():
             rule, shares, names = place.rule, place.rule.shares, place.names(side)
             pieces: tuple[Piece, ...] = (Piece(at),)
-            if side == 0 and rule.one_way:  # only read: take the name of the rule with the same other side
+            if side == 0 and rule.one_way:  # this name is only read: write that of the other rule with the same side b
                 other = next((each for each in family.places(place.names(1)[0], dotless=False) if each.side), None)
                 if other is not None:
                     own, rest = (
@@ -223,7 +221,7 @@ class Renaming:
         known = [families()[wanted]] if wanted else [*families().values()]
         found = max((self._places(family, which) for family in known), key=len)
         first = self.modules[next((at for at in which if at not in found), which[0])]
-        what = f"{known[0].name} has no module" if wanted else "no model that is known here has the module"
+        what = f"{known[0].name} has no module" if wanted else "no known model has the module"
         what += f" {quoted(first.name)}{'' if wanted or not found else ' beside the others'}"
         if first.owner.dotless:
             what += ', and which "_" stand for dots is not in the file'

@@ -43,9 +43,9 @@ from .cast import check_dtype
 from .model_config import EMBEDDING, HEAD, LOOKUP
 from .recompute import Recomputation, has_arithmetic, quantized_refusal, refuse_bits, tensors_of
 
-#: Texts of a header that another rank makes wrong: hashes, and settings that diffusers reads beside the tensors.
+#: Texts of a header that another rank or layout makes wrong: hashes, and the settings that diffusers reads.
 STALE: Final = ("sshs_model_hash", "sshs_legacy_hash", "lora_adapter_metadata")
-#: The settings of an adapter that nothing is known about.
+#: PEFT's settings for an adapter that has none.
 NEW_SETTINGS: Final[Mapping[str, Any]] = MappingProxyType(
     {
         **{"peft_type": "LORA", "task_type": None, "base_model_name_or_path": None, "inference_mode": True},
@@ -56,7 +56,7 @@ NEW_SETTINGS: Final[Mapping[str, Any]] = MappingProxyType(
 _MATRICES: Final = (UP, DOWN), ("lora_embedding_B", "lora_embedding_A")
 #: GPT-2's modules whose weight has a row for each input; others with these names have one for each output.
 _BY_INPUT: Final = regex(r"(?:\A|\.)(?:c_attn|c_proj|c_fc|q_attn)\Z")
-#: Buffers that models of some versions hold, and those of other versions compute.
+#: Buffers that some versions of a model hold, and others compute.
 _BUFFERS: Final = regex(r"(?:\A|\.)(?:inv_freq|position_ids|masked_bias)\Z")
 
 
@@ -75,7 +75,7 @@ def parse_part(text: str | float) -> float:
     raise TargetError(f"{str(text)!r} is not a part of the norm", next="`--keep 0.95`")
 
 
-# -- what both make
+# -- the matrices and the folder of a LoRA
 
 
 class _Made(dict[str, LowRank]):
@@ -136,7 +136,7 @@ def peft_folder(
 ) -> Checkpoint:
     """Return an adapter that is written as PEFT saves it: a folder with its tensors and its settings.
 
-    It is one file if the name of the output says so, and ``texts`` are in the header. ``of_model``: other files beside
+    It is one file if the name of the output says so. ``texts`` go into the header. ``of_model``: the other files beside
     the input describe a model, and are left out.
     """
     text = json.dumps(dict(settings), indent=2, ensure_ascii=False) + "\n"
@@ -169,11 +169,11 @@ def extract_lora(
     include: Patterns = (),
     exclude: Patterns = (),
 ) -> Checkpoint:
-    """Make a LoRA in PEFT's layout from a tuned model and its base: merged, it gives the tuned model, if ``rank`` does.
+    """Make a LoRA in PEFT's layout: merged into ``base``, it gives the tuned model, as closely as ``rank`` allows.
 
     Each matrix and convolution that differs gets the closest product of that rank (the smaller side at most); its
     alpha is the rank. Biases and norms that differ are stored whole, as ``modules_to_save`` and biases of PEFT. A
-    weight that only was rounded to the dtype of the tuned model does not differ. ``base`` must stay open until the
+    weight that was only rounded to the dtype of the tuned model does not differ. ``base`` must stay open until the
     result is saved. ``include`` and ``exclude`` choose keys, ``key`` is the path of the state dict. The result is
     float32, or ``to_dtype``. Raise RefusedError if names or shapes differ, if nothing differs, or if PEFT has no place
     for a tensor.
@@ -198,7 +198,7 @@ class _Side:
         self.work = work = Recomputation(checkpoint)
         self.path = checkpoint.path
         if key is not None and all(item.path != normal_path(key) for item in checkpoint.state_dicts):
-            key = None  # of the other model
+            key = None  # the path is for the other model
         state_dict = only_one(work.checkpoint, selected(work.checkpoint, key))
         if work.quantized:
             raise quantized_refusal(work.checkpoint, work.quantized, "they have no difference as numbers")
@@ -221,7 +221,7 @@ class _Side:
 
 
 def _common(tuned: _Side, base: _Side, only: Globs) -> list[str]:
-    """Return the chosen names of both models; raise RefusedError for names of one of them, and for other shapes."""
+    """Return the chosen names; raise RefusedError for a name that only one model has, and for different shapes."""
     chosen, others = ([n for n in side.tensors if not only or only.match(n, n)] for side in (tuned, base))
     for side, other, names in ((tuned, base, chosen), (base, tuned, others)):
         if alone := [name for name in names if name not in other.tensors and not side.is_redundant(name)]:
@@ -247,7 +247,7 @@ def _listed(names: Collection[str]) -> str:
 
 
 def _differs(tuned: StoredTensor, base: StoredTensor) -> bool:
-    """Return whether two tensors of one shape differ, after the base is rounded to the dtype of the tuned one."""
+    """Return whether two tensors differ after the base is rounded to the dtype of the tuned one."""
     dtypes = base.view.dtype, tuned.view.dtype
     if dtypes[0] == dtypes[1] or not all(BY_NAME[dtype].floating for dtype in dtypes):
         return not tuned.equals(base)
@@ -320,7 +320,7 @@ class _Extraction:
         return sorted((f"{PEFT_PREFIX}{module}.{end}", ref) for end, ref in pairs)
 
     def _settings(self) -> dict[str, Any]:
-        """Return the settings of PEFT, with the last parts of names where they mean the same."""
+        """Return the settings of PEFT; targets are the last parts of names where these select the same modules."""
         matrices = (name for name, t in self.base.tensors.items() if name.endswith(".weight") and len(t.shape) > 1)
         modules = (name.removesuffix(".weight") for name in matrices)
         unchanged = {each.rpartition(".")[2] for each in modules if each not in self.made}
@@ -428,7 +428,7 @@ class _Resizing:
         return min(enough, self.rank or enough)
 
     def _with_alpha(self, key: str, alpha: float) -> float:
-        """Replace the alpha of a module; return the factor by which its dtype is unable to hold the new one."""
+        """Replace the alpha of a module; return the factor for the matrices that makes up for its rounding."""
         tensor = self.adapter.tensors[key]
         dtype = BY_NAME[tensor.dtype]
         data, stored = rounded_number(alpha, dtype.name)

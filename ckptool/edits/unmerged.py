@@ -1,4 +1,4 @@
-"""A model with an unmerged adapter inside, as the state dict of a PEFT model: taken apart into a base and an adapter.
+"""Split the state dict of a PEFT model, which has an unmerged adapter inside, into its base and the adapter.
 
 PEFT keeps the weight of a module ``X`` as ``X.base_layer.weight``, and the matrices of an adapter as
 ``X.lora_A.NAME.weight``. ``X.modules_to_save.NAME.weight`` replaces ``X.original_module.weight``. Sources: PEFT
@@ -71,11 +71,13 @@ def unmerged(checkpoint: Checkpoint) -> Inside | None:
 
 
 def merge_step(checkpoint: Checkpoint, found: Inside, keep: str = "") -> NextStep:
-    """Return the command that merges the adapter inside a model, or with ``keep`` "adapter" takes it out; or a sentence
-    if something is missing for that."""
+    """Return the command that merges the adapter inside a model, or with ``keep`` "adapter" extracts it.
+
+    Return a sentence if the settings are missing, or a name must be chosen.
+    """
     name, does = "ckptool lora merge", "merges it"
     if keep:
-        name, does = f"{name} with {option('keep', keep)}", "takes it out"
+        name, does = f"{name} with {option('keep', keep)}", "extracts it"
     if adapter_config(checkpoint) is None:
         what = f"the scale is only in the {CONFIG} that was saved with it: put that beside it"
         return as_step(f"{what}, and {name} {does}")
@@ -122,9 +124,9 @@ def taken_apart(
 
 
 def settings(checkpoint: Checkpoint, path: str | os.PathLike[str] | None) -> Mapping[str, Any] | None:
-    """Return the settings of an adapter inside a model, from the file at ``path`` or beside the model; None without.
+    """Return the settings of an adapter inside a model, from the file at ``path`` or beside the model, or None.
 
-    Some ways to start a training change the base. The model has that changed base, so they are removed.
+    Initializations that change the base are removed, because the model already has the changed base.
     """
     config = adapter_config(checkpoint) if path is None else read_object(os.fspath(path))
     if config is None and path is not None:

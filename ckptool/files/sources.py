@@ -22,7 +22,7 @@ FilePath: TypeAlias = str | os.PathLike[str]
 FILESYSTEM_BLOCK: Final = 4096
 #: The suffix of the file beside another one that has its former header, after an edit in place.
 JOURNAL: Final = ".ckptool-undo"
-#: What that header begins with while the rest of it is replaced.
+#: The first bytes of a header while an edit in place replaces the rest.
 UNFINISHED: Final = b"\xff" * 8
 #: The bytes at the start of a file that are read at once and kept.
 _START: Final = FILESYSTEM_BLOCK

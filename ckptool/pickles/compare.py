@@ -22,7 +22,7 @@ _length = struct.Struct("<I").pack
 _TEXT_HEAD: Final = 5
 #: The cache key of the last result of ``redecoded``.
 _LAST: Final = ("redecoded", -1)
-#: The cache key of the graph from which this one differs in strings only, and these strings.
+#: The cache key of the graph from which this one differs only in strings, and of these strings.
 _RESPELLED: Final = ("respelled", -1)
 
 
@@ -165,16 +165,16 @@ def redecoded(graph: Graph, original: bytes, data: bytes) -> Graph | None:
 
 
 def respelled(graph: Graph, original: bytes, edited: Graph) -> bytes | None:
-    """Return ``original``, the pickle of ``graph``, with the strings of an edit in place of its own; None if anything
-    but strings was edited, or the edit cannot be seen from single nodes.
+    """Return ``original``, the pickle of ``graph``, with the changed strings of ``edited`` in it.
 
-    Most edits change names and devices only. Then this takes a tenth of the time of ``encode``.
+    Return None if anything else changed, or a string has several parents. Most edits change names and devices only:
+    then this takes a tenth of the time of ``encode``.
     """
     style, olds, news, count = graph.style, graph.nodes, edited.nodes, len(graph.nodes)
     unusual = op.STACK_GLOBAL in graph.refused or style.dialect not in (2, 3) or style.framed
     if unusual or graph.fetched is None or not graph.size or edited.root != graph.root:
         return None
-    # A string that the pickle took only once has one parent; an added one must get one.
+    # A string that the pickle took only once has one parent, so an added one must have one, too.
     texts: dict[Ref, str] = {}
     used: set[Ref] = set()
     for ref in compress(range(count), map(is_not, olds, news)):

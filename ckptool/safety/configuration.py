@@ -214,7 +214,7 @@ def string_findings(text: str, key: str) -> list[ActivePart]:
 
 # -- files ---------------------------------------------------------------------------------------------------------
 
-#: Letters and digits that JSON writes by their numbers, in which encoded bytes are not seen.
+#: Letters and digits as escapes of JSON (``\u0041``), in which no encoded bytes would be found.
 _ESCAPED: Final = regex(r"(?<!\\)(?:\\\\)*\\u00(?:3\d|[46][1-9a-fA-F]|[57][\daA])")
 _PROSE: Final = (".md", ".rst", ".html", ".htm", ".svg", ".log", ".gitattributes", ".gitignore")
 _TABLES: Final = (".csv", ".tsv", ".txt")

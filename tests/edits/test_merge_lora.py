@@ -420,7 +420,7 @@ def test_what_is_not_an_adapter_is_refused(base: Path, tmp_path: Path) -> None:
         merged(base, folder, out=tmp_path / "out")
     other = {f"{LAYER}.lora_a": torch.ones(8, 2), f"{LAYER}.lora_b": torch.ones(2, 150)}
     save_file(other, tmp_path / "mlx.safetensors")
-    with pytest.raises(RefusedError, match="names as of mlx or torchtune"):
+    with pytest.raises(RefusedError, match="the names of mlx or torchtune"):
         merged(base, tmp_path / "mlx.safetensors", out=tmp_path / "out")
 
 

@@ -29,7 +29,7 @@ from .in_place import StagedFile, open_locked, write_at
 from .output import sync_folder, write_file
 from .planned import Check
 
-#: The most bytes of an entry's line and of a header, and the most entries. More are of no edit.
+#: The most bytes of an entry's line and of a header, and the most entries. No edit writes more.
 _LINE, _HEADER, _ENTRIES = 4096, 1 << 28, 10_000
 
 #: What a journal begins with: no pickle, no archive and no text.

@@ -29,18 +29,18 @@ from ...files.sources import Source, refuse_unfinished
 MAGIC: Final = b"GGUF"
 #: The most bytes of a header; vocabularies of 256,000 tokens take 15 MB.
 MAX_HEADER: Final = 256 << 20
-#: Bytes that are read first, then at a time, and then announced: a remote file takes a request for 4 MiB.
-_FIRST, _NEXT, _AHEAD = 256 << 10, 256 << 10, 8 << 20
+#: Bytes that are read at a time, and bytes that are announced: a remote file takes a request for 4 MiB.
+_STEP, _AHEAD = 256 << 10, 8 << 20
 #: The most bytes of the name of an entry, by docs/gguf.md.
 _MAX_KEY: Final = 65_535
-#: The most entries, tensors and arrays in arrays; a million tensors would take 2 GB of memory.
+#: The most entries, tensors, arrays in arrays, and decoded elements; a million tensors would take 2 GB of memory.
 _MOST: Final = 200_000
-#: The most elements of an array that is decoded with the header, and the most bytes of all others that are decoded.
+#: The most elements of an array that is decoded with the header, and the most bytes of longer arrays in all.
 SHORT, _LONG = 1_000, 32 << 20
-#: From Python 3.11 on, a repetition need not remember where it could have gone on otherwise.
+#: From Python 3.11 on, a repetition can be possessive, and keeps no positions to go back to.
 _POSSESSIVE: Final = b"+" if sys.version_info >= (3, 11) else b""
 #: So many texts of fewer than 48 bytes, each behind its length: three times as fast as one after the other. Frequent
-#: lengths come first, and dots are faster than a count of up to 16 bytes.
+#: lengths come first. Up to 16 bytes, repeated dots are faster than a count.
 _MANY: Final = 256
 _TEXTS: Final = (
     re.escape(bytes([size])) + rb"\0" * 7 + (b"." * size if size <= 16 else b".{%d}" % size)
@@ -205,7 +205,7 @@ class _Reader:
     def __init__(self, source: Source, order: str, begin: int = 0, end: int = -1) -> None:
         self.source, self.order, self.base, self.at = source, order, begin, 0
         self.end = source.size if end < 0 else end
-        self.data = source.read(begin, min(_FIRST, self.end - begin))
+        self.data = source.read(begin, min(_STEP, self.end - begin))
         self._announced = begin + len(self.data)
         #: How many elements may be decoded, and arrays in arrays skipped.
         self.decoded = self.nested = _MOST
@@ -229,7 +229,7 @@ class _Reader:
         if begin >= self._announced:
             self._announced = min(begin + _AHEAD, self.end)
             self.source.prefetch([(begin, self._announced - begin)])
-        more = self.source.read(begin, min(max(place + size - begin, _NEXT), self.end - begin))
+        more = self.source.read(begin, min(max(place + size - begin, _STEP), self.end - begin))
         self.data, self.base, self.at = self.data[self.at :] + more, place, 0
         if size > len(self.data):
             raise self.broken("it shrank while it was read")

@@ -123,7 +123,7 @@ class GGUF(Container):
         return originals(self.values, shapes)
 
     def held_texts(self) -> Iterable[tuple[str, Mapping[str, str]]]:
-        """Yield the texts of the metadata. Programs render chat templates, and act on none of the others."""
+        """Yield the texts of the metadata, also those in arrays, except tokens. Programs act on chat templates only."""
         own = {name: value for name, value in self.values.items() if not name.startswith(_TOKENS)}
         long = {name: value for name, value in own.items() if isinstance(value, Array) and value.kind == STRING}
         listed = {**own, **elements(self.source, long, self.files[0][1].order)}

@@ -112,7 +112,7 @@ def _in_content(content: Source, name: str, search: Search) -> Iterator[FoundPic
     yield from active_pickles(active, name)
     if not search.value and encoding_of(head):
         search.budget.take(content.size // _INFLATE_RATIO)
-        # Of many words, some decode to bytes that begin like a pickle: only a call tells.
+        # Some words decode to bytes that begin like a pickle. Only one with a call counts.
         yield from (p for p in _in_encoded(content, name, search) if active or (p.graph and p.graph.has(Call)))
     if search.strict and (hidden := hidden_kind(head, content)):
         yield unchecked(name, hidden)

@@ -53,21 +53,21 @@ class StoredTensor(NamedTuple):
 
 
 class AdapterStep(NamedTuple):
-    """One change of a weight by tensors of an adapter, times ``factor``.
+    """One change of a weight by tensors of an adapter.
 
-    ``product`` adds B @ A (``tensors``: B, A, and perhaps DoRA's magnitude: one for each row of the weight, or for each
-    column with ``transposed``), ``adalora`` B @ (A * E), divided by ``rank``, ``vera`` B @ A with scaled rows (and the
-    scales of both), ``hadamard`` (A1 @ B1) * (A2 @ B2), perhaps with a core before each pair, ``kronecker`` the
-    Kronecker product of two factors (the first ``rank`` tensors give the first one), ``sum`` a tensor. ``copy``
-    replaces the weight, ``rows`` the rows with the numbers ``rows``. ``scale`` multiplies. ``butterfly`` rotates the
-    columns by blocks (1 x blocks x size x size) and multiplies the rows by numbers, ``rotation`` rotates by the upper
-    triangles of the blocks, by a series of ``rank`` terms or, with 0, exactly.
+    These kinds add a value times ``factor``: ``product`` B @ A (``tensors``: B, A, and perhaps DoRA's magnitude, one
+    for each row of the weight, or for each column with ``transposed``); ``adalora`` B @ (A * E), divided by ``rank``;
+    ``vera`` B @ A with scaled rows (``tensors``: B, A, and the scales of both); ``hadamard`` (A1 @ B1) * (A2 @ B2),
+    perhaps with a core before each pair; ``kronecker`` the Kronecker product of two factors (the first ``rank`` tensors
+    give the first one); ``sum`` a tensor. The others have no factor: ``copy`` replaces the weight, ``rows`` the rows
+    with the numbers ``rows``, ``scale`` multiplies. ``butterfly`` rotates the columns by blocks (1 x blocks x size x
+    size) and multiplies each row by a number. ``rotation`` rotates by the upper triangles of the blocks: by a series of
+    ``rank`` terms, or exactly with 0.
 
-    With ``round_first`` a product is rounded to the dtype of the weight, as PEFT does for embeddings, with ``in_model``
-    to the dtype of the tensors: PEFT casts an adapter to 32 bits when it loads it, except one that is inside a model.
-    With ``transposed`` it is added as its transpose. Otherwise B may have fewer rows than the weight: they belong to
-    its rows from ``first_row`` on. With ``row``, a row of the weight has so many elements, whatever its shape is: a
-    tensor of experts has the rows of each expert.
+    With ``round_first`` a product is rounded to the dtype of the weight, as PEFT does for embeddings; with ``in_model``
+    to the dtype of the tensors, because PEFT casts an adapter to 32 bits only when it loads it. With ``transposed`` the
+    transpose is added. Otherwise B may have fewer rows than the weight, for its rows from ``first_row`` on. ``row`` is
+    the number of elements in a row of the weight, if its shape does not say it: for a tensor of experts.
     """
 
     kind: str
