@@ -215,7 +215,7 @@ def _placed(adapter: Adapter, model: Modules, match: Match, path: str, weight: f
 _NESTED: Final = regex(r"(?:\.base_layer)*\Z")
 #: The most experts of a layer; a crafted file may claim any number.
 _MOST_EXPERTS: Final = 1 << 14
-#: The orders of the axes after that of the experts.
+#: The orders of the two axes after the axis of experts.
 _ORDERS: Final = ("out, in", "in, out")
 
 

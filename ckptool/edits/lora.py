@@ -117,7 +117,7 @@ def merge_lora(
 
 
 def _noted(checkpoint: Checkpoint, *notes: str) -> Checkpoint:
-    """Put notes before those of the last change."""
+    """Put notes at the front of the last change."""
     last = checkpoint.changes[-1]
     return checkpoint.replace(changes=(*checkpoint.changes[:-1], last._replace(notes=(*notes, *last.notes))))
 

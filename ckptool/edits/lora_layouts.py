@@ -391,7 +391,7 @@ class _Conversion:
         return factors
 
     def _alpha(self, key: str, change: _Change, sources: Sequence[Parts]) -> Ref | None:
-        """Return the alpha of a module, that of the input if the module is unchanged; None if it needs none."""
+        """Return the alpha of a module, None if it needs none; an unchanged module keeps its tensor."""
         needed = self.layout == "kohya" or change.scale != 1
         if change.alpha and (needed or DOWN not in change.parts):
             return self.refs[change.alpha]

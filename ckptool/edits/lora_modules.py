@@ -86,7 +86,7 @@ def layout_of(models: Sequence[Modules]) -> str:
 class Renaming:
     """The modules of a LoRA in another ``layout``: ``outs``.
 
-    ``family`` is that of the base model, or None; ``base`` lists the models with the same names. ``wanted`` is the key
+    ``family`` belongs to the base model, or is None. ``base`` lists the models with these names. ``wanted`` is the key
     of a family, or "". ``shape`` returns the shape of the tensor with a key. Raise RefusedError if no family has the
     modules, or several have them under different names.
     """
@@ -141,7 +141,7 @@ class Renaming:
         return chosen, " or ".join(family.name for family in same), outs
 
     def _keeps_names(self, core: Sequence[int]) -> bool:
-        """Return whether an unknown model keeps the names of its modules: the target uses those of its library."""
+        """Return whether an unknown model keeps the names of its modules: the target uses the same ones."""
         owners = [self.modules[at].owner for at in core]
         labels = {owner.label for owner in owners}
         own = labels == {""} or (self.layout in ("peft", "diffusers") and labels <= {"unet", "transformer"})
@@ -184,7 +184,7 @@ class Renaming:
         for at, place in places.items():
             rule, shares, names = place.rule, place.rule.shares, place.names(side)
             pieces: tuple[Piece, ...] = (Piece(at),)
-            if side == 0 and rule.one_way:  # this name is only read: write that of the other rule with the same side b
+            if side == 0 and rule.one_way:  # this name is only read: write the name of the other rule with this side b
                 other = next((each for each in family.places(place.names(1)[0], dotless=False) if each.side), None)
                 if other is not None:
                     own, rest = (
