@@ -139,7 +139,7 @@ def modules(
         name = read(prefix + key)
         adapters.add(name.adapter)
         known = found.setdefault(name[:2], {}).setdefault(name.module, {}).setdefault(name.part, key)
-        if known != key and not are_equal(key, known):
+        if known != key and len(adapters - {""}) < 2 and not are_equal(key, known):
             raise RefusedError(f"{quoted(key)} and {quoted(known)} mean the same tensor")
     if len(adapters - {""}) > 1:
         raise RefusedError(f"it holds several adapters: {join_limited(sorted(adapters - {''}))}")

@@ -202,11 +202,15 @@ def open_adapter(
 
 
 def adapter_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """Return the settings beside the tensors of an adapter, or None if there is no such file."""
+    """Return the settings beside the tensors of an adapter, or those in its header; None without both.
+
+    PEFT reads only the file, and only for a file with its own name. It may be of another adapter for others.
+    """
     whole = isinstance(checkpoint.source, FolderSource) or is_folder(checkpoint.path)
-    folder = checkpoint.path if whole else os.path.dirname(checkpoint.path)
-    if open_folder(folder).size(CONFIG) is None:
-        return None
+    folder, name = (checkpoint.path, "") if whole else os.path.split(checkpoint.path)
+    own = parsed_object(checkpoint.metadata.get(CONFIG, ""))
+    if (own and name and not name.startswith("adapter_model.")) or open_folder(folder).size(CONFIG) is None:
+        return own
     path = os.path.join(folder, CONFIG)
     if (config := read_object(path)) is None:
         raise RefusedError("it is not a JSON object", path=path)
@@ -214,9 +218,7 @@ def adapter_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
 
 
 def _config_of_header(checkpoint: Checkpoint, keys: Collection[str], alpha: float | None) -> Mapping[str, Any] | None:
-    """Return the settings of a LoRA with PEFT's names, from the header of its file or ``alpha``, or None."""
-    if (whole := parsed_object(checkpoint.metadata.get(CONFIG, ""))) is not None:
-        return whole
+    """Return the settings of a LoRA with PEFT's names, from the alpha in its header or ``alpha``, or None."""
     stated = _header_number(checkpoint, ALPHAS)
     alpha = alpha if stated is None else stated
     if alpha is None or not any(".lora_A." in key for key in keys) or is_of_other_library(keys):
@@ -329,8 +331,9 @@ def check_rank(adapter: Adapter, key: str, rank: int) -> None:
     pattern = adapter.config.get("rank_pattern") or {}
     ranks = [adapter.config.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())]
     if rank not in ranks:
-        known = join_limited([str(number) for number in ranks])
-        raise adapter.refusal(f"{quoted(key)} has the rank {rank:,}, and {CONFIG} says {known}")
+        where = _HEADER_SETTINGS if _HEADER_SETTINGS in adapter.checkpoint.container.metadata else CONFIG
+        known = join_limited([json.dumps(number)[:80] for number in ranks])
+        raise adapter.refusal(f"{quoted(key)} has the rank {rank:,}, and {where} says {known}")
 
 
 def scale(adapter: Adapter, module: str, rank: int, name: str = "lora_alpha") -> float:

@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import prod
-from typing import Final
+from typing import Any, Final
 
 from ..base.addresses import is_remote
 from ..base.errors import RefusedError
-from ..base.lazy import regex
+from ..base.lazy import regex, table
 from ..base.nearest import nearest
 from ..base.records import NamedTuple
 from ..base.steps import command
@@ -54,9 +54,12 @@ def description(checkpoint: Checkpoint) -> str:
     adapter = Adapter(checkpoint, {}, tensors, of_pipeline=is_of_pipeline(tensors.keys()))
     if adapter.of_pipeline:
         return _description_of_lora(adapter)
+    config: Mapping[str, Any] | None = None
     with suppress(RefusedError):
-        if (config := adapter_config(checkpoint)) is None:
-            return ""
+        config = adapter_config(checkpoint)
+    if config is None:
+        return ""
+    try:
         bare = {key.removeprefix(PEFT_PREFIX): tensor for key, tensor in tensors.items()}
         adapter = adapter._replace(config=config, tensors=bare)
         parts = [item for model in adapter.modules() for item in model.parts.items()]
@@ -67,9 +70,13 @@ def description(checkpoint: Checkpoint) -> str:
         kind = str(config.get("peft_type", "LORA"))[:40]
         kind = kind if kind != "LORA" else "DoRA" if adapter.is_set("use_dora") else "LoRA"
         changed = [module for module, each in parts if not all(part.startswith("copy.") for part in each)]
-        on = join_limited(list(dict.fromkeys(each.rpartition(".")[2] for each in changed)))
+        on = join_limited(list(dict.fromkeys(_NESTED.sub("", each).rpartition(".")[2] for each in changed)))
         return _with_base(f"an adapter ({kind}{rank}{f' on {on}' if on else ''}), not a model", adapter.base_name)
-    return ""
+    except RefusedError as error:
+        kind = str(config.get("peft_type"))
+        if kind in table("edits/adapters")["without weights"]:
+            return _with_base(f"an adapter ({kind}), not a model", adapter.base_name)
+        return f"an adapter, not a model: {error.what}"
 
 
 def _with_base(what: str, base: str) -> str:

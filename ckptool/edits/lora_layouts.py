@@ -22,7 +22,7 @@ from ..base.records import NamedTuple
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint, Target
 from ..checkpoint.selection import only_one, selected
-from ..files.archives import parsed_object, read_object
+from ..files.archives import read_object
 from ..files.sources import Computed
 from ..formats.names.hf import ADAPTER_CONFIG
 from ..formats.opening import takes_path
@@ -60,11 +60,12 @@ _KOHYA: Final = {
     **{_BIAS: "diff_b", NORMS: "dora_scale"},
 }
 _DIFFUSERS: Final = {DOWN: DOWN, UP: UP, _BIAS: _BIAS, NORMS: "lora_magnitude_vector"}
-#: Only PEFT has embeddings, and modules that were trained as a whole.
+#: Only PEFT has embeddings, single tokens, and modules that were trained as a whole.
 _PEFT: Final = {
     **_DIFFUSERS,
     **{name: name for name in ("lora_embedding_A", "lora_embedding_B")},
     **{"copy.weight": "weight", "copy.bias": "bias"},
+    "trainable_tokens_delta": "token_adapter.trainable_tokens_delta",
 }
 
 
@@ -143,8 +144,7 @@ class _Conversion:
             what = "it is a model with an adapter inside, not a LoRA"
             raise RefusedError(what, path=self.path, next=merge_step(checkpoint, found, "adapter"))
         given = read_object(config) if isinstance(config, str) else config
-        header = parsed_object(checkpoint.metadata.get(ADAPTER_CONFIG, ""))
-        self.config = dict(given or header or adapter_config(checkpoint) or {})
+        self.config = dict(given or adapter_config(checkpoint) or {})
         tensors = tensors_of(self.work.checkpoint, self.state_dict)
         self.adapter = adapter = Adapter(self.work.checkpoint, self.config, tensors, of_pipeline=True)
         check_tensors(adapter)
@@ -154,7 +154,7 @@ class _Conversion:
             raise adapter.refusal(what, "give the file: `--config adapter_config.json`")
         check_settings(adapter)
         kind = self.config.get("peft_type", "LORA")
-        if name != "peft" and (kind != "LORA" or adapter.has_parameters):
+        if kind != "LORA" or (name != "peft" and adapter.has_parameters):
             what = "one of experts" if kind == "LORA" else str(kind)[:40]
             raise adapter.refusal(f"only LoRA has other layouts, and it is {what}", BY_PEFT)
         with adding_path(self.path):

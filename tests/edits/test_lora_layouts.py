@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptool
 from ckptool.base.errors import RefusedError, TargetError
+from ckptool.edits.adapters import description
 from ckptool.edits.lora_modules import LAYOUTS
 from ckptool.edits.model_config import LOOKUP
 from ckptool.formats.recipes.loras import Family, ModuleRule, families
@@ -129,9 +130,8 @@ def test_every_layout_and_back_is_the_same_bit_for_bit(key: str, tmp_path: Path)
         wanted = f":{key}" if family.model in ("unet", "transformer") else ""
         there = converted(path, other + wanted, folder / f"there{suffix(other)}")
         back = loaded(converted(there, one + wanted, folder / f"back{suffix(one)}"))
-        assert {name: tensor.tolist() for name, tensor in back.items()} == {
-            name: tensor.tolist() for name, tensor in state.items()
-        }, f"{one} to {other} and back"
+        first, last = ({name: tensor.tolist() for name, tensor in each.items()} for each in (state, back))
+        assert first == last, f"{one} to {other} and back"
         assert {tensor.dtype for tensor in back.values()} == {torch.float16}
 
 
@@ -152,11 +152,8 @@ def flux(rank: int = 6, alpha: float = 3.0, up: torch.Tensor | None = None) -> S
     name = "lora_unet_double_blocks_0_img_attn_qkv"
     torch.manual_seed(rank)
     up = torch.randn(24, rank) if up is None else up
-    return {
-        f"{name}.lora_down.weight": torch.randn(rank, 8),
-        f"{name}.lora_up.weight": up,
-        f"{name}.alpha": torch.tensor(alpha),
-    }
+    down = torch.randn(rank, 8)
+    return {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.alpha": torch.tensor(alpha)}
 
 
 def blockwise(rank: int = 6) -> torch.Tensor:
@@ -170,8 +167,7 @@ def test_a_fused_module_is_split_without_a_change_of_its_effect(up: torch.Tensor
     save_file(state, tmp_path / "lora.safetensors")
     split = loaded(converted(tmp_path / "lora.safetensors", "diffusers:flux", tmp_path / "out.safetensors"))
     names = [f"transformer.transformer_blocks.0.attn.to_{each}" for each in "qkv"]
-    (down, whole), scale = list(state)[:2], 0.5
-    product = scale * effect(state, down, whole)
+    product = 0.5 * effect(state, *list(state)[:2])
     assert split[f"{names[0]}.lora_A.weight"].shape == ((6 if up is None else 2), 8)
     parts = [effect(split, f"{name}.lora_A.weight", f"{name}.lora_B.weight") for name in names]
     torch.testing.assert_close(torch.cat(parts), product, rtol=1e-6, atol=1e-6)
@@ -268,9 +264,7 @@ def test_what_a_layout_cannot_hold_is_refused(tmp_path: Path) -> None:
     columns = {**pair(proj), f"{proj}.dora_scale": torch.ones(1, 8)}
     assert "dora_scale" in refusal(columns, "peft", tmp_path)
     assert ".diff" in refusal({**pair(proj), f"{proj}.diff": torch.ones(8, 8)}, "diffusers", tmp_path)
-    (tmp_path / "lora.safetensors").unlink()
-    left = {**pair(proj), f"{proj}.diff": torch.zeros(8, 8)}
-    save_file(left, tmp_path / "lora.safetensors")
+    save_file({**pair(proj), f"{proj}.diff": torch.zeros(8, 8)}, tmp_path / "lora.safetensors")
     made = loaded(converted(tmp_path / "lora.safetensors", "diffusers", tmp_path / "zero.safetensors"))
     assert len(made) == 2
 
@@ -300,9 +294,8 @@ def test_norms_of_wan_move_and_a_module_of_no_model_is_named(tmp_path: Path) -> 
     assert "'diffusion_model.blocks.0.norm3.diff'" in refusal(state, "diffusers", tmp_path)
     made = loaded(converted(tmp_path / "lora.safetensors", "kohya", tmp_path / "out.safetensors"))
     assert "lora_unet_blocks_0_norm3.diff" in made
-    assert "the module 'blocks.0.other' beside" in refusal(
-        {**state, **pair("diffusion_model.blocks.0.other")}, "kohya", tmp_path
-    )
+    other = {**state, **pair("diffusion_model.blocks.0.other")}
+    assert "the module 'blocks.0.other' beside" in refusal(other, "kohya", tmp_path)
     assert "SDXL has no module 'blocks.0.ffn.0'" in refusal(state, "kohya:sdxl", tmp_path)
 
 
@@ -332,8 +325,29 @@ def test_settings_of_another_kind_are_refused(kind: str, tmp_path: Path) -> None
     adapter_path = written(tmp_path, adapter(families()["llama"], "peft", 1.0), "peft", 1.0)
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"peft_type": kind, "r": RANK, "lora_alpha": 1}), encoding="utf-8")
-    with pytest.raises(RefusedError, match=f"it is {kind}"):
-        converted(adapter_path, "kohya", tmp_path / "out.safetensors", config=str(config))
+    for layout in ("kohya", "peft"):
+        with pytest.raises(RefusedError, match=f"it is {kind}"):
+            converted(adapter_path, layout, tmp_path / f"out{suffix(layout)}", config=str(config))
+
+
+def test_settings_beside_count_and_single_tokens_stay_in_peft(tmp_path: Path) -> None:
+    folder = written(tmp_path, adapter(families()["llama"], "peft", 1.0), "peft", 1.0)
+    with ckptool.open(folder) as checkpoint:
+        ckptool.save(ckptool.resize_lora(checkpoint, 1), tmp_path / "one")
+    config, weights = tmp_path / "one/adapter_config.json", tmp_path / "one/adapter_model.safetensors"
+    config.write_text(json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": 7}), encoding="utf-8")
+    for path, alpha in ((tmp_path / "one", 7), (weights, 7), (weights.rename(tmp_path / "one/my.safetensors"), 1)):
+        made = loaded(converted(path, "kohya", tmp_path / f"{path.name}.{alpha}.safetensors"))
+        assert {tensor.item() for key, tensor in made.items() if key.endswith("alpha")} == {alpha}
+    key, half = next(iter(load_file(path).items()))
+    save_file({key: half}, weights)
+    with ckptool.open(weights) as checkpoint:
+        assert "an adapter, not a model:" in description(checkpoint) and "no partner" in description(checkpoint)
+    tokens = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+    save_file({**load_file(path), tokens: torch.ones(1, 6)}, weights)
+    with pytest.raises(RefusedError, match="no place for 1 tensor"):
+        converted(weights, "comfyui", tmp_path / "no.safetensors")
+    assert tokens in loaded(converted(weights, "peft", tmp_path / "peft"))
 
 
 def test_a_scale_that_a_dtype_cannot_hold_is_refused(tmp_path: Path) -> None:

@@ -374,7 +374,7 @@ REFUSALS: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], str]] = {
         "token 40, and the base has 32",
     ),
     "two adapters in one": (
-        {f"{NAME}.lora_A.one.weight": torch.ones(2, 8), f"{NAME}.lora_B.two.weight": torch.ones(150, 2)},
+        {f"{NAME}.lora_A.one.weight": torch.ones(2, 8), f"{NAME}.lora_A.two.weight": torch.zeros(2, 8)},
         {},
         "several adapters",
     ),
