@@ -234,8 +234,7 @@ PLACES: dict[tuple[str, str], Rows] = {
 
 def placed(style: str, base: State, places: dict[tuple[str, str], Rows]) -> tuple[State, State]:
     """Return an adapter for places of a base, and what it adds to each weight."""
-    adapter: State = {}
-    added: State = {}
+    adapter, added = State(), State()
     for (model, module), (key, first, rows) in places.items():
         model = model.replace("_1", "") if style != "kohya" else model
         own, deltas = lora(style, model, {module: (rows, *base[key].shape[1:])})
@@ -269,10 +268,7 @@ REFUSALS: dict[str, tuple[Callable[[State], State], str]] = {
     "an unknown tensor": (_with(f"{LINEAR}.more.weight", 2), "is not known, and would not be used"),
     "A without B": (_without("linear_1.lora_up.weight"), "no partner lora_B"),
     "an alpha alone": (_with("lora_unet_x.alpha"), "no matrices beside it"),
-    "an alpha that is not a number": (
-        lambda adapter: with_alphas(adapter, torch.tensor(float("nan"))),
-        "is not a finite number",
-    ),
+    "an alpha of NaN": (lambda adapter: with_alphas(adapter, torch.tensor(float("nan"))), "is not a finite number"),
     "magnitudes of columns": (_with(f"{LINEAR}.dora_scale", 1, 4), "norms of columns"),
     "an unknown module": (_with("lora_unet_mid_block_x.lora_down.weight", 2, 4), "no partner|6 of 7 modules"),
     "two names for a tensor": (_with(f"{LINEAR}.lora_A.weight", 2, 4), "mean the same tensor"),
@@ -288,11 +284,7 @@ def test_a_refusal_says_what_is_wrong(name: str, tmp_path: Path) -> None:
 
 
 def _bases() -> Iterable[tuple[str, State, str]]:
-    yield (
-        "another width",
-        weights({**UNET, "time_embedding.linear_1": (8, 6)}),
-        "changes a weight of 8x4, and .* is 8x6",
-    )
+    yield "another width", weights({**UNET, "time_embedding.linear_1": (8, 6)}), "weight of 8x4, and .* is 8x6"
     fewer = {name: shape for name, shape in UNET.items() if "ff" not in name}
     yield "fewer modules", weights(fewer), "5 of 6 modules matched"
     yield "a text encoder", weights(TEXT), r"0 of 6 modules matched \(wrong base\?\)"
@@ -324,11 +316,8 @@ def test_diffusers_fuses_to_the_same_bytes(style: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "base")
     ends = (".to_q", ".to_out.0", "proj_in", "ff.net.2", ".conv1") if style != "processor" else (".to_q", ".to_out.0")
     state = model.state_dict()
-    shapes = {
-        name.removesuffix(".weight"): tuple(value.shape)
-        for name, value in state.items()
-        if name.removesuffix(".weight").endswith(ends)
-    }
+    names = [name for name in (key.removesuffix(".weight") for key in state) if name.endswith(ends)]
+    shapes = {name: tuple(state[f"{name}.weight"].shape) for name in names}
     adapter, _ = lora(style, "unet", shapes)
     adapter = with_alphas(adapter, torch.tensor(3.0)) if style == "kohya" else adapter
     save_file(adapter, tmp_path / "pytorch_lora_weights.safetensors")
