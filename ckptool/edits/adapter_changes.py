@@ -223,9 +223,8 @@ def _loha(module: Module, keys: Keys) -> Iterator[WeightChange]:
 def _lokr(module: Module, keys: Keys) -> Iterator[WeightChange]:
     """Yield the change of LoKr: the Kronecker product of two matrices, which may be products themselves."""
     adapter, own = module.adapter, module.own
-    first, second = (
-        next((forms for forms in choices if forms.keys() <= keys.keys()), {}) for choices in (_LOKR_FIRST, _LOKR_SECOND)
-    )
+    pairs = (next((forms for forms in each if forms.keys() <= keys.keys()), {}) for each in (_LOKR_FIRST, _LOKR_SECOND))
+    first, second = pairs
     if not (first and second):
         raise adapter.refusal(f"{quoted(next(iter(keys.values())))} and its partners are not the two factors of LoKr")
     size = module.sizes(keys, {**first, **second})
@@ -242,9 +241,8 @@ def _lokr(module: Module, keys: Keys) -> Iterator[WeightChange]:
         raise adapter.refusal(f"{quoted(key)} changes a Conv1d, which is not supported", BY_PEFT)
     module.fit(keys[next(iter(first))], shape)
     tensors = (keys[part] for part in (*first, *second))
-    yield module.change(
-        "kronecker", tensors, scale(adapter, module.name, rank, "alpha") * module.weight, rank=len(first)
-    )
+    factor = scale(adapter, module.name, rank, "alpha") * module.weight
+    yield module.change("kronecker", tensors, factor, rank=len(first))
 
 
 def _vera(module: Module, keys: Keys) -> Iterator[WeightChange]:
@@ -299,10 +297,8 @@ def _oft(module: Module, keys: Keys) -> Iterator[WeightChange]:
     is_new = version is not None and int(version[1] or _SERIES_CHANGED) >= _SERIES_CHANGED
     known = type(series) is bool and type(terms) is int and 1 <= terms <= _MOST_TERMS
     if not known or (series and not is_new) or config.get("coft"):
-        message = (
-            f"{CONFIG} has a rotation of OFT that is not supported: another than PEFT 0.{_SERIES_CHANGED} and later"
-        )
-        raise adapter.refusal(f"{message} have, or coft", "merge it with the PEFT that trained it")
+        message = f"{CONFIG} has a rotation of OFT that is not supported: coft, or one that PEFT 0.{_SERIES_CHANGED} "
+        raise adapter.refusal(message + "and later do not have", "merge it with the PEFT that trained it")
     columns = prod(module.own[1:]) // max(side, 1) * side if shared else blocks * side
     _fit_columns(module, key, columns)
     yield module.change("rotation", (key,), rank=terms if series else 0)

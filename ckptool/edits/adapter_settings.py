@@ -191,9 +191,8 @@ def open_adapter(
     kind = given.get("peft_type")
     types = table("edits/adapters")
     if kind in types["without weights"]:
-        raise adapter.refusal(
-            f"an adapter of the type {kind} adds inputs or layers, and has no merge", "load it with PEFT"
-        )
+        message = f"an adapter of the type {kind} adds inputs or layers, and has no merge"
+        raise adapter.refusal(message, "load it with PEFT")
     if kind not in types["merged"]:
         raise adapter.refusal(f"adapters of the type {json.dumps(kind)[:80]} are not supported", BY_PEFT)
     check_tensors(adapter)

@@ -252,11 +252,11 @@ def _parameter_changes(
             message = f"{join_limited([quoted(name) for name in names])} not in {path}, nor experts that make it up"
             raise adapter.refusal(f"{message}: another base, or one with experts that no recipe describes", BY_PEFT)
         weights = {name: known[name] for name in names if name in known}
-        fits = [_fits(adapter, pair, weights, path) for pair in pairs.values()]
+        choices = [_fits(adapter, pair, weights, path) for pair in pairs.values()]
         # All parameters of a module have the same order, so that one that is not square decides for the others.
-        orders = tuple(order for order in orders if all(order in {way for _, way in ways} for ways in fits))
+        orders = tuple(order for order in orders if all(order in {way for _, way in ways} for ways in choices))
         taken: set[str] = set()
-        for pair, ways in zip(pairs.values(), fits):
+        for pair, ways in zip(pairs.values(), choices):
             left = [(name, order) for name, order in ways if order in orders]
             if len(left) != 1 or left[0][0] in taken:
                 message = f"{quoted(pair[0])} fits {' and '.join(dict.fromkeys(quoted(name) for name, _ in ways))}"
@@ -298,7 +298,7 @@ def _expert_changes(
     rows = prod(weight.shape[:-1]) // experts
     for expert in range(experts):
         own = a.rows(expert * rank, rank), _columns(b, expert, experts)
-        first, second = map(_turned, own) if order == "in, out" else own[::-1]
+        first, second = map(_transposed, own) if order == "in, out" else own[::-1]
         step = AdapterStep("product", (first, second), factor, round_first=True)
         yield from weight.part(expert * rows, rows).changes(WeightChange(name, step))
 
@@ -313,7 +313,7 @@ def _columns(part: StoredTensor, begin: int, step: int) -> StoredTensor:
     return part._replace(view=columns)
 
 
-def _turned(part: StoredTensor) -> StoredTensor:
+def _transposed(part: StoredTensor) -> StoredTensor:
     return part._replace(view=part.view._replace(shape=part.view.shape[::-1], stride=part.view.stride[::-1]))
 
 
@@ -353,9 +353,7 @@ class Weight(NamedTuple):
             step = change.step
             if len(self.places) > 1 or place.is_part:
                 # The second tensor of a product has no row for each row of the weight.
-                parts = (
-                    part if at == 1 else part.rows(place.begin, place.rows) for at, part in enumerate(step.tensors)
-                )
+                parts = [part if n == 1 else part.rows(place.begin, place.rows) for n, part in enumerate(step.tensors)]
                 step = step._replace(tensors=tuple(parts), first_row=place.first, row=self.row)
             yield WeightChange(place.key, step)
 
@@ -374,16 +372,15 @@ def renamed_weights(
     others. Weights that are not made of whole rows are left out.
     """
     views = {name: View(tensor.shape, tensor.stride) for name, tensor in base.items()}
-    for each in built_in_names():
-        recipe = built_in(each)
-        found, _, family = recipe.b.partition(":")
-        if found != library:
+    for recipe in map(built_in, built_in_names()):
+        target, _, family = recipe.b.partition(":")
+        if target != library:
             continue
         for turned in (recipe, recipe.reversed()) if both_ways else (recipe,):
             if fits(turned, views):
                 with suppress(RefusedError):
                     outputs = apply(turned, views, []).outputs
-                    weights = {output.name: _found(output, base) for output in outputs}
+                    weights = {output.name: _weight_of(output, base) for output in outputs}
                     yield family, {name: weight for name, weight in weights.items() if weight is not None}
 
 
@@ -397,7 +394,7 @@ def _whole(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Weight:
     return Weight(shape, row, (Place(name, 0, tensor.numel // max(row, 1), 0, is_part=False),))
 
 
-def _found(output: Output, base: Mapping[str, Tensor]) -> Weight | None:
+def _weight_of(output: Output, base: Mapping[str, Tensor]) -> Weight | None:
     """Return a weight that a recipe makes of whole rows of the base, or None."""
     if not output.shape:
         return None

@@ -20,6 +20,7 @@ from ..checkpoint.objects import mapping
 from ..checkpoint.selection import only_one, selected
 from ..checkpoint.tensors import Tensor, is_contiguous
 from ..files.sources import Computed
+from ..formats.names.hf import ADAPTER_CONFIG
 from ..formats.opening import CheckpointOrPath, as_checkpoint, opened, takes_path
 from ..formats.planning import blaming_damage
 from ..pickles.nodes import Ref
@@ -30,7 +31,6 @@ from ..values.torch.loads import need_torch
 from .adapter_changes import WeightChange
 from .adapter_names import is_of_pipeline, modules
 from .adapter_settings import BY_PEFT, Adapter, open_adapter, vector
-from .adapter_settings import CONFIG as ADAPTER_CONFIG
 from .adapters import description, weight_changes
 from .model_config import CONFIG, EMBEDDING, HEAD, config_fields
 from .ranks import peft_folder

@@ -187,9 +187,7 @@ class Renaming:
             if side == 0 and rule.one_way:  # this name is only read: write the name of the other rule with this side b
                 other = next((each for each in family.places(place.names(1)[0], dotless=False) if each.side), None)
                 if other is not None:
-                    own, rest = (
-                        sum(part) for part in (other.rule.shares[: len(rule.b)], other.rule.shares[len(rule.b) :])
-                    )
+                    own, rest = sum(other.rule.shares[: len(rule.b)]), sum(other.rule.shares[len(rule.b) :])
                     pieces = (Piece(at, (own,)), Piece(None, (rest,))) if rest else pieces
                     yield Out(family.model, other.names(0)[0], pieces)
             elif place.side == side:

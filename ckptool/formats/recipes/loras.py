@@ -88,9 +88,8 @@ class Family:
         same = ({"a": text, "b": text} for text in content.get("same", ()))
         for number, item in enumerate((*content.get("rule", ()), *same), 1):
             found += parsed_rules(number, item)
-        return [
-            each for rule in found for each in _module_rules(rule, content.get("inner", ()), content.get("sizes", {}))
-        ]
+        inner, sizes = content.get("inner", ()), content.get("sizes", {})
+        return [each for rule in found for each in _module_rules(rule, inner, sizes)]
 
     @cached_property
     def _index(self) -> Mapping[tuple[bool, str], list[tuple[ModuleRule, int, int, NamePattern]]]:
@@ -116,7 +115,7 @@ class Family:
         return where is None or not has or (where.name.filled(values) in has) is where.there
 
     def lacks(self, module: str) -> bool:
-        """Return whether no model of the family has a module on side b."""
+        """Return whether no model of the family has this module of side b."""
         return any(fnmatchcase(module, pattern) for pattern in self._content.get("without", ()))
 
 
@@ -124,9 +123,8 @@ class Family:
 def families() -> Mapping[str, Family]:
     """Return the families by their keys."""
     paths = {file.removesuffix(".toml"): os.path.join(_TABLES, file) for file in sorted(os.listdir(_TABLES))}
-    return {
-        key: Family(key, toml.parsed(read_bytes(path, _MAX_BYTES), path, "the table")) for key, path in paths.items()
-    }
+    tables = ((key, toml.parsed(read_bytes(path, _MAX_BYTES), path, "the table")) for key, path in paths.items())
+    return {key: Family(key, content) for key, content in tables}
 
 
 def _module_rules(rule: Rule, inner: Sequence[str], sizes: Mapping[str, int]) -> Iterator[ModuleRule]:

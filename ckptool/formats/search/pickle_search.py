@@ -386,9 +386,8 @@ def _in_record(archive: Archive, record: Record, storage: bool, search: Search) 
         return
     head = content.read(0, 6) if storage else b""
     if not storage or head[:4] == ZIP or head == _NPY:  # other storages are searched as values of their tensors
-        yield from _in_content(
-            content, record.name, search._replace(value=search.value or storage, strict=search.strict or not storage)
-        )
+        inner = search._replace(value=search.value or storage, strict=search.strict or not storage)
+        yield from _in_content(content, record.name, inner)
 
 
 def _whole_pickle(content: Source, name: str, search: Search) -> Iterator[FoundPickle]:
