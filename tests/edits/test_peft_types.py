@@ -177,7 +177,7 @@ TURNED = {f"{PREFIX}.oft_R.weight": numbers(32, 3)}
         ({f"{PREFIX}.oft_R.weight": torch.ones(32, 4)}, OFT, "is 32x4: not the shape of OFT rotations"),
         ({f"{PREFIX}.oft_R.weight": torch.ones(31, 3)}, OFT, "another base"),
         (TURNED, {**OFT, "use_cayley_neumann": None}, "a rotation of OFT that is not supported"),
-        (TURNED, {**OFT, "peft_version": "0.17.1"}, "another than PEFT 0.18 and later have"),
+        (TURNED, {**OFT, "peft_version": "0.17.1"}, "one that PEFT 0.18 and later do not have"),
         ({**ROTATED, f"{PREFIX}.boft_R": torch.full((1, 32, 3, 3), torch.nan)}, BOFT, "boft_R .* holds NaN"),
     ],
 )
