@@ -169,10 +169,8 @@ def _made(work: Recomputation, weight: QuantizedWeight, dtype: str, wrapped: dic
     narrow = weight.dtype in ROUNDED and weight.dtype not in (dtype, "float32")
     rounds = (weight.dtype, dtype) if narrow else (dtype,)
     target = BY_NAME[dtype]
-    how = Dequantization(
-        weight.name, weight.arithmetic, tuple(parts.items()), weight.shape, rounds, numbers, work.width(target)
-    )
-    size = weight.numel * target.itemsize
+    size, width = weight.numel * target.itemsize, work.width(target)
+    how = Dequantization(weight.name, weight.arithmetic, tuple(parts.items()), weight.shape, rounds, numbers, width)
     return work.tensor(weight.name, target, weight.shape, Computed(size, dequantized, (how,)))
 
 

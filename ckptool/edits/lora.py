@@ -165,7 +165,7 @@ def merge_verdict(base: CheckpointOrPath, adapter: Checkpoint) -> tuple[NextStep
 
 
 def step_with_base(adapter: Checkpoint) -> NextStep:
-    """Return the command that merges an adapter into the base that it names, or a sentence if that is not here."""
+    """Return the command that merges an adapter into the base that it names, or a sentence if the base is not here."""
     with suppress(CkptoolError):
         found = open_adapter(adapter)
         found.modules()  # refused if it has no merge
@@ -302,7 +302,7 @@ class _Merge:
         return _with_own_head(edited, self.config) if untied else edited
 
     def _owns(self, tensor: Tensor, together: bool) -> bool:
-        """Return whether a tensor is all of its storage, and no other tensor reads it; or may change ``together``."""
+        """Return whether a tensor fills its storage, and is alone there or changes ``together`` with the others."""
         item = self.work.storage(tensor.storage)
         whole = item.view is not None and is_contiguous(tensor) and tensor.offset == 0
         size = self.work.checkpoint.body(tensor.storage)

@@ -305,17 +305,14 @@ class _Conversion:
         what = f"{pluralize(written, 'module')} in the layout of {LAYOUTS[self.layout]}"
         what = f"LoRA of {self.names.base}: {what}" if self.names.base else what
         family = self.names.family
+        undescribed = self.layout == "peft" and not self.config
+        unet = self.layout == "diffusers" and family is not None and family.model == "unet"
+        dora = any("magnitude" in key or "dora_scale" in key for key, _ in items)
         remarks = {
             f"alpha / rank is no power of 2 in {pluralize(rounded, 'module')}: their values are rounded once": rounded,
-            f"{ADAPTER_CONFIG} does not say the base model and the dropout: the file does not record them": (
-                self.layout == "peft" and not self.config
-            ),
-            "ComfyUI does not load the attention under these names; it and diffusers load lora:kohya": (
-                self.layout == "diffusers" and family is not None and family.model == "unet"
-            ),
-            "DoRA: ComfyUI and PEFT do not divide by the same norm, so its effect may differ": (
-                any("magnitude" in key or "dora_scale" in key for key, _ in items)
-            ),
+            f"{ADAPTER_CONFIG} does not say the base model and the dropout: the file does not record them": undescribed,
+            "ComfyUI does not load the attention under these names; it and diffusers load lora:kohya": unet,
+            "DoRA: ComfyUI and PEFT do not divide by the same norm, so its effect may differ": dora,
         }
         notes = (*self.notes, *(note for note, true in remarks.items() if true))
         edited = self.work.done([Change("lora convert", "", written, 0, what, notes)])

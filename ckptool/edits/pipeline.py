@@ -37,9 +37,7 @@ class Call(NamedTuple):
 
 
 #: The parameters that name files; ``@FILE`` of ``rename`` becomes its parameter ``table``.
-_FILES: Final = frozenset(
-    ("table", *(each.name for edit in EDITS.values() for each in edit.parameters if each.kind == "file"))
-)
+_FILES: Final = {"table", *(each.name for edit in EDITS.values() for each in edit.parameters if each.kind == "file")}
 
 
 @takes_path

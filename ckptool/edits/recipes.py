@@ -147,9 +147,7 @@ def leading_to(
             with suppress(RefusedError):
                 result = _chosen(checkpoint, [recipe], recipe.b, key, facts).result
                 shapes = {output.name: output.shape for output in result.outputs}
-                same = (
-                    shape is None or shapes[name] == tuple(shape) for name, shape in wanted.items() if name in shapes
-                )
+                same = (shape is None or shapes[n] == tuple(shape) for n, shape in wanted.items() if n in shapes)
                 if shapes.keys() == wanted.keys() and all(same):
                     return recipe.b, [*result.ignored, *result.apart]
     return "", []

@@ -223,9 +223,8 @@ def _beside(each: Text, users: _Users, kinds: Collection[Kind]) -> tuple[list[Pr
 
 
 def _examples(text: str, users: _Users) -> str:
-    found = [match.group() for match in _PATH.finditer(text)] or [
-        word for word in text.split() if _without_users(word, users) != word
-    ]
+    found = [match.group() for match in _PATH.finditer(text)]
+    found = found or [word for word in text.split() if _without_users(word, users) != word]
     return join_limited([repr(cut(each)) for each in dict.fromkeys(found)], most=3)
 
 

@@ -89,9 +89,8 @@ def _read() -> tuple[dict[str, Edit], dict[str, Parameter]]:
     shared = {name: _parameter(given) for name, given in table.pop("shared").items()}
     edits = {}
     for name, given in table.items():
-        parameters = (
-            shared[each] if isinstance(each, str) else _parameter(each) for each in given.get("parameters", ())
-        )
+        listed = given.get("parameters", ())
+        parameters = (shared[each] if isinstance(each, str) else _parameter(each) for each in listed)
         given |= {field: "\n".join(given.get(field, ())) for field in ("summary", "examples")}
         given |= {"parameters": tuple(parameters), "scope": tuple(given.get("scope", ("key", "include", "exclude")))}
         edits[name] = Edit(name, **given)
