@@ -174,8 +174,8 @@ def merged_doubles(
             signature = (storage.cls, storage.numel, storage.location, *homes[item.key])
             alike.setdefault(signature, {}).setdefault(body.crc or None, []).append(item.key)
     # Storages with equal checksums may be equal; where a checksum is missing, all of them.
-    by_crc = ([[key for keys in own.values() for key in keys]] if None in own else own.values() for own in alike.values())
-    same = dict(_duplicates(checkpoint, [keys for groups in by_crc for keys in groups if len(keys) > 1]))
+    sets = ([[key for keys in own.values() for key in keys]] if None in own else own.values() for own in alike.values())
+    same = dict(_duplicates(checkpoint, [keys for groups in sets for keys in groups if len(keys) > 1]))
     if not same:
         return work.done([Change("dedupe", "", 0, 0, "no two storages hold the same bytes")])
     paths = {part.storage: entry.path for entry, part in reversed(parts)}
