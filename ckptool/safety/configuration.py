@@ -224,8 +224,8 @@ _COLUMNS: Final = regex(r"""\ufeff?["'\w .\-/]+(?:[,;\t]["'\w .\-/]+)+\r?\n""")
 _TOKENS: Final = (".vocab", ".bpe", ".tiktoken")
 _PAIRS: Final = regex(r"(?:#version[^\n]*\n)?(?:[^\s]+[ \t][^\s]+\s*\n)*(?:[^\s]+[ \t][^\s]+)?")
 _POINTER: Final = regex(r"version https://git-lfs[^\n]*\n(?:(?:ext|oid|size)[^\n]*\n?)*")
-#: Lists of words, and files that hold one word, such as ``latest``.
-_WORDS: Final = regex(r"\ufeff?[\w\-.,' \t\r\n]*")
+#: Lists of words and tokens, and files that hold one word, such as ``latest``.
+_WORDS: Final = regex(r"\ufeff?[\w\-.,'@*<>| \t\r\n]*")
 _WORD: Final = regex(r"[\w\-./]{1,200}\s*")
 
 

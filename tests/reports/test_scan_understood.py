@@ -197,7 +197,7 @@ def test_a_folder_from_the_hub_is_weights_only(tmp_path: Path) -> None:
         "added_tokens.json": json.dumps({"<think>": 5}),
         "trainer_state.json": json.dumps({"best_model_checkpoint": "out/step-1", "log_history": [{"loss": 1.0}]}),
         "preprocessor_config.json": json.dumps({"image_processor_type": "ViTImageProcessor", "size": {"height": 1}}),
-        "labels.csv": "id,label\n0,cat\n1,dog\n",
+        **{"labels.csv": "id,label\n0,cat\n1,dog\n", "tokens.txt": "@@UNKNOWN@@\n<|end|>\n.\n*tags\n"},
         "adapter_config.json": json.dumps({"peft_type": "LORA", "target_modules": ["self_attn.q_proj"], "r": 8}),
         "modules.json": json.dumps([{"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"}]),
     }

@@ -112,8 +112,8 @@ class ProgramArchive(Program):
         return [oddity for oddity in audit(self.archive).oddities if oddity.code not in known]
 
     def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
-        audited = audit(self.archive)
-        return zip_pickles(self.archive, None, audited.hidden, audited.former)
+        audited, tensors = audit(self.archive), [record.name for record in self.records_of.values()]
+        return zip_pickles(self.archive, None, audited.hidden, audited.former, storages=tensors)
 
     def append_graph(self, graph: Graph, rename: Callable[[str], str] | None = None) -> Ref:
         """Add another graph to the arena; return its new root. ``rename`` returns new storage keys."""
