@@ -22,7 +22,7 @@ __all__ = ["INPUTS", "INPUT_NAMES", "REST", "make_files", "said_with"]
 REST = {
     "cast": ["--to-dtype", "bfloat16"],
     "convert": ["--to-format", "safetensors"],
-    "drop": ["fc.*"],
+    **{"drop": ["fc.*"], "set": ["epoch=3"]},
     "edit": ["--to", "cpu"],
     "extract": ["."],
     "get": ["fc.bias"],

@@ -34,7 +34,7 @@ UNSUMMED = {"dcp-safetensors", "torch-folder"}
 #: Commands that write something else than what they take from the records, or that edit files only.
 #: ``lora merge`` needs an adapter for each model, and ``dequantize`` quantized weights: see their own tests.
 OTHERS = {"report", "match", "lock", "lora merge", "lora convert", "lora extract", "lora resize"}
-OTHERS |= {"dequantize", "resize"}
+OTHERS |= {"dequantize", "resize", "set"}
 
 
 class Record(NamedTuple):

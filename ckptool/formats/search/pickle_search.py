@@ -342,7 +342,8 @@ def _in_zip(
             storage = record.name in storages
         if search.depth <= _MAX_DEPTH and _holds_nothing(version, record, storage):
             continue
-        for pickle in _in_record(version, record, storage, search):
+        inner = search._replace(strict=search.strict or not (storage or prefix))
+        for pickle in _in_record(version, record, storage, inner):
             yield pickle._replace(where=prefix + pickle.where) if prefix else pickle
     for offset in hidden:
         search.budget.take(0)
@@ -386,8 +387,7 @@ def _in_record(archive: Archive, record: Record, storage: bool, search: Search) 
         return
     head = content.read(0, 6) if storage else b""
     if not storage or head[:4] == ZIP or head == _NPY:  # other storages are searched as values of their tensors
-        inner = search._replace(value=search.value or storage, strict=search.strict or not storage)
-        yield from _in_content(content, record.name, inner)
+        yield from _in_content(content, record.name, search._replace(value=search.value or storage))
 
 
 def _whole_pickle(content: Source, name: str, search: Search) -> Iterator[FoundPickle]:
