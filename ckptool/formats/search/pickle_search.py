@@ -342,6 +342,7 @@ def _in_zip(
             storage = record.name in storages
         if search.depth <= _MAX_DEPTH and _holds_nothing(version, record, storage):
             continue
+        # What a former version held is only searched for pickles: no program reads it.
         inner = search._replace(strict=search.strict or not (storage or prefix))
         for pickle in _in_record(version, record, storage, inner):
             yield pickle._replace(where=prefix + pickle.where) if prefix else pickle
