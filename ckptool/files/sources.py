@@ -408,7 +408,7 @@ _LEAVES: Final = frozenset((int, float, bool, str, bytes, type(None), Dtype, Fun
 
 
 def spans_read(piece: object) -> Iterator[Span]:
-    """Yield every span that is read to make the bytes of a piece.
+    """Yield every span that is read to make the bytes of a piece, in no order.
 
     The parameters of a computed piece are data, so they contain all spans that it reads, at any depth.
     """
@@ -423,7 +423,7 @@ def spans_read(piece: object) -> Iterator[Span]:
         elif isinstance(part, Computed):
             work.append(part.parameters)
         elif isinstance(part, (tuple, list)):  # twice as fast as ``tuple | list``
-            work += part[::-1]
+            work += part
         else:
             assert not hasattr(part, "read"), f"{kind.__name__}: a piece reads spans, not sources"
 

@@ -82,8 +82,10 @@ class _Reads:
 
     def claims(self, source: Source, begin: int, end: int) -> bool:
         """Return whether a record is read, except by a copy of the whole record."""
-        others, copied = (kind.get(id(source), _NOTHING) for kind in (self.others, self._copied))
-        return others.meet(begin, end) or (copied.meet(begin, end) and not copied.contain(begin, end))
+        if self.others.get(id(source), _NOTHING).meet(begin, end):
+            return True
+        copied = self._copied.get(id(source), _NOTHING)
+        return copied.meet(begin, end) and not copied.contain(begin, end)
 
     def touch(self, span: Span) -> bool:
         """Return whether any of these bytes are read."""
@@ -126,10 +128,12 @@ def _of_records(checkpoint: Checkpoint, reads: _Reads, *, whole: bool) -> Iterat
         for record in container.records() if whole else container.outer_records(reads.touch if reads.few else None):
             if not record.crc:
                 continue
-            if any(reads.claims(source, at, at + size) for source, at, size in origins(record.span)):
-                known = None if record.compressed else checkpoint.cache.checksums
-                facts = (record.span, record.size, record.compressed, record.crc, _Place(record, names), known)
-                yield new_tuple(ExpectedChecksum, facts)
+            for source, at, size in origins(record.span):
+                if reads.claims(source, at, at + size):
+                    known = None if record.compressed else checkpoint.cache.checksums
+                    facts = (record.span, record.size, record.compressed, record.crc, _Place(record, names), known)
+                    yield new_tuple(ExpectedChecksum, facts)
+                    break
 
 
 def _storage_names(checkpoint: Checkpoint) -> Mapping[str, str]:

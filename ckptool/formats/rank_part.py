@@ -96,7 +96,7 @@ def part_of(checkpoint: Checkpoint) -> Part | None:
 
 def _deepspeed(checkpoint: Checkpoint, folder: Folder) -> Part | None:
     graph, file = checkpoint.container.graph, os.path.basename(checkpoint.path)
-    expert = any(_EXPERTS in text for text in graph.strings)
+    expert = _EXPERTS in "\n".join(graph.strings)
     if _DEEPSPEED.isdisjoint(graph.strings) and not expert and not file.endswith("model_states.pt"):
         return None
     from . import folder_format

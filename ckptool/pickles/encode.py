@@ -8,10 +8,10 @@ are filled before the call, as every pickler does.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from struct import Struct
-from typing import Final
+from typing import Final, cast
 
 from ..base.records import NamedTuple
 from . import emit
@@ -51,6 +51,10 @@ _NOTHING_SEEN: Final = array("i", (_UNSEEN,))
 _TUPLES: Final = (b"", b"\x85", b"\x86", b"\x87")
 #: A value in place of a node to construct: these references fill a node that exists already.
 _NO_NODE: Final = -1
+#: The cache key of the pickle of a graph.
+_PICKLE: Final = ("pickle", -1)
+#: The memo indices of four new nodes.
+_ALL_UNSEEN: Final = (_UNSEEN,) * 4
 #: Types of nodes that the pickler does not memoize.
 _NEVER_MEMOIZED: Final = (*CONSTANTS, Persistent, Extension, Buffer)
 
@@ -73,6 +77,14 @@ class Cycle(NamedTuple):
     dependent: tuple[Ref, ...]
 
 
+class _Template(NamedTuple):
+    """The bytes of a tensor: ``head`` is before the storage's key; ``pack`` joins ``texts`` with the memo indices."""
+
+    head: bytes
+    texts: tuple[bytes, ...]
+    pack: Callable[..., bytes]
+
+
 class _Writer:
     """One attempt to write a graph.
 
@@ -92,6 +104,7 @@ class _Writer:
         self.memoized = graph.style.memoized | (keep or frozenset())
         self.out = bytearray()
         self.codes: list[bytes | None] = [None] * len(graph.nodes)
+        self.templates: dict[tuple[tuple[Ref, ...], ...], _Template] = {}
         self.memo = _NOTHING_SEEN * len(graph.nodes)
         # MEMOIZE always counts from 0.
         self.next_index = graph.style.memo_base if self.dialect < 4 else 0
@@ -149,6 +162,8 @@ class _Writer:
                         out += b"("
                     inner = iter(node)
                 elif type(node) is Call and node.op == 0x52 and not discarded:
+                    if plain and not exceptions and not memoized and self.write_tensor(ref, node):
+                        continue
                     memo[ref] = _OPEN
                     inner = iter((node.func, node.args))
                 elif type(node) is Persistent and not node.text:
@@ -233,6 +248,61 @@ class _Writer:
             if self.written_first is None:
                 raise _CyclicError
             raise ValueError("an object depends on itself, and nothing between can be filled later")
+
+    def write_tensor(self, ref: Ref, call: Call) -> bool:
+        """Write a tensor in one step if it is written as most tensors of ``torch.save``; else return False.
+
+        Its storage's key, its tuples and its hooks are new; all other parts were written before. Tensors with the same
+        other parts have the same bytes, except the key and the memo indices.
+        """
+        nodes, codes, memo, index = self.nodes, self.codes, self.memo, self.next_index
+        args = nodes[call.args]
+        if type(args) is not tuple or len(args) != 6 or index <= 0xFF:
+            return False
+        storage, begin, shape, stride, flag, hooks = args
+        saved, hook, sizes, steps = nodes[storage], nodes[hooks], nodes[shape], nodes[stride]
+        if type(saved) is not Persistent or type(hook) is not Call or type(sizes) is not tuple:
+            return False
+        pid, filled = nodes[saved.pid], call.filling or saved.filling or hook.filling
+        if type(steps) is not tuple or type(pid) is not tuple or len(pid) != 5:
+            return False
+        word, cls, name, place, numel = pid
+        key = nodes[name]
+        # If the storage, its id or the arguments were written before, so were their parts.
+        seen = memo[name], memo[shape], memo[stride], memo[hooks]
+        if type(key) is not str or seen != _ALL_UNSEEN or shape == stride or filled or saved.text or hook.op != 0x52:
+            return False
+        parts = call.func, word, cls, place, numel, begin, flag, hook.func, hook.args
+        template = self.templates.get((parts, sizes, steps)) or self.template(parts, sizes, steps)
+        if template is None:
+            return False
+        raw = key.encode("utf-8", "surrogatepass")
+        head, (a, b, c, d, e, f, g), pack = template
+        i = index
+        tail = pack(a, i, b, i + 1, c, i + 2, d, i + 3, e, i + 4, f, i + 5, g, i + 6)
+        self.out += b"%b%b%b%b" % (head, _u32(len(raw)), raw, tail)
+        for item in (name, saved.pid, shape, stride, hooks, call.args, ref):
+            memo[item] = index
+            codes[item] = b""
+            index += 1
+        memo[storage], self.next_index = _UNMEMOIZED, index
+        return True
+
+    def template(self, parts: tuple[Ref, ...], sizes: tuple[Ref, ...], steps: tuple[Ref, ...]) -> _Template | None:
+        """Return the bytes of tensors with these parts, or None if one of them was not written before."""
+        written = [code for code in map(self.codes.__getitem__, (*parts, *sizes, *steps)) if code]
+        if len(written) < len(parts) + len(sizes) + len(steps) or not sizes or not steps:
+            return None
+        func, word, cls, place, numel, begin, flag, maker, nothing, *numbers = written
+        shape, stride = (
+            b"".join((*items, _TUPLES[len(items)]) if len(items) < 4 else (b"(", *items, b"t"))
+            for items in (numbers[: len(sizes)], numbers[len(sizes) :])
+        )
+        ends = b"", place + numel + b"t", b"Q" + begin + shape, stride, flag + maker + nothing + b"R", b"t", b"R"
+        texts = tuple([text + b"r" for text in ends])
+        pack = Struct("<" + "".join([f"{len(text)}sI" for text in texts])).pack
+        template = self.templates[parts, sizes, steps] = _Template(func + b"((" + word + cls + b"X", texts, pack)
+        return template
 
     # -- uncommon nodes
 
@@ -402,18 +472,20 @@ def encode(graph: Graph) -> bytes:
     """Return the pickle of a graph, including PROTO and STOP, in the style that the graph carries.
 
     Raises ValueError for a graph that no pickle can express, such as a tuple that holds itself, or a name that no
-    opcode can write. ``decode`` never returns such a graph.
+    opcode can write. ``decode`` never returns such a graph. The result is cached in ``graph``.
     """
     keep, written_first = None, None
-    while True:
+    while _PICKLE not in graph.cache:
         # Further attempts are rare, so the first one skips the walk that would show whether they are needed.
         try:
-            return _Writer(graph, keep, written_first).run()
+            graph.cache[_PICKLE] = _Writer(graph, keep, written_first).run()
+            break
         except _ReusedError:
             pass
         except _CyclicError:
             written_first = cycles(graph)
         keep = shared_refs(graph).union(*(cycle.members for cycle in written_first or ()))
+    return cast(bytes, graph.cache[_PICKLE])
 
 
 # -- shared objects and cycles

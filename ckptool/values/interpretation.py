@@ -238,10 +238,13 @@ _PARAMETERS: Final = frozenset(("", "Parameter", "Variable"))
 
 def is_more(graph: Graph, ref: Ref, tensor: Tensor) -> bool:
     """Return whether a tensor has a class other than Parameter, or attributes set on it."""
-    calls = list(rebuild_calls(graph, ref)) if tensor.cls in _PARAMETERS else []
-    nodes = (graph.nodes[call.ref] for call in calls)
-    changed = any(isinstance(node, Call) and node.states for node in nodes)
-    return not calls or changed or any(call.state >= 0 and state_items(graph, call.state) for call in calls)
+    more = True
+    for call in rebuild_calls(graph, ref) if tensor.cls in _PARAMETERS else ():
+        node, state = graph.nodes[call.ref], call.state
+        more = (isinstance(node, Call) and bool(node.states)) or (state >= 0 and bool(state_items(graph, state)))
+        if more:
+            break
+    return more
 
 
 def rows(checkpoint: Checkpoint, where: str, ref: Ref, tensor: Tensor) -> tuple[Piece, int | None]:

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from ckptool.base.errors import PickleError
 from ckptool.checkpoint.graph_editor import GraphEditor
+from ckptool.pickles import opcodes as op
 from ckptool.pickles.compare import difference, redecoded, respelled
 from ckptool.pickles.decode import decode
 from ckptool.pickles.encode import encode
-from ckptool.pickles.nodes import Dict, Graph
+from ckptool.pickles.nodes import Call, Dict, Graph, Persistent, children
 
 
 def _saved(count: int) -> bytes:
@@ -136,6 +137,24 @@ def test_any_edit_is_written_as_by_the_encoder_or_left_to_it(data: Any) -> None:
     if made is not None:
         assert made == encode(edited)
         assert difference(edited, decode(made).graph) == ""
+
+
+def test_a_tensor_that_shares_a_part_or_is_filled() -> None:
+    """The last tensor takes each part, in turn, from the one before it, or its strides from its shape."""
+    graph = decode(PICKLES["many"]).graph
+    calls = [ref for ref, node in graph.of_type(Call) if len(children(graph.nodes[node.args])) == 6][-2:]
+    ids = [saved.pid for _, saved in graph.of_type(Persistent)][-2:]
+    args = [children(node)[1] for node in map(graph.nodes.__getitem__, calls)]
+    edits = [(args[1], 3, children(graph.nodes[args[1]])[2])]
+    for one, other in (args, ids, calls):
+        edits += [(other, at, part) for at, part in enumerate(children(graph.nodes[one]))]
+    for ref, at, part in edits:
+        parts = [*children(graph.nodes[ref])]
+        parts[at] = part
+        new = Call(op.REDUCE, *parts) if ref in calls else tuple(parts)
+        for node in (new, Call(op.REDUCE, *parts).filled((), (), (part,))) if ref in calls else (new,):
+            edited = graph.edited({ref: node})
+            assert difference(edited, decode(encode(edited)).graph) == ""
 
 
 def test_other_bytes_than_the_edit_asked_for_are_another_graph() -> None:
