@@ -126,9 +126,7 @@ def _of_records(checkpoint: Checkpoint, reads: _Reads, *, whole: bool) -> Iterat
         names = cache(partial(_storage_names, each))  # called when a message first needs one
         container = each.container
         for record in container.records() if whole else container.outer_records(reads.touch if reads.few else None):
-            if not record.crc:
-                continue
-            for source, at, size in origins(record.span):
+            for source, at, size in origins(record.span) if record.crc else ():
                 if reads.claims(source, at, at + size):
                     known = None if record.compressed else checkpoint.cache.checksums
                     facts = (record.span, record.size, record.compressed, record.crc, _Place(record, names), known)

@@ -148,12 +148,7 @@ class _Writer:
                     self.check_repeated(ref)
                 node = nodes[ref]
                 if type(node) is str and plain and ref not in exceptions:
-                    raw = node.encode("utf-8", "surrogatepass")
-                    memo[ref] = index = self.next_index
-                    self.next_index += 1
-                    codes[ref] = b""
-                    out += b"X%b%b" % (_u32(len(raw)), raw)
-                    out += _long_binput(0x72, index) if index > 0xFF else bytes((0x71, index))
+                    self.write_text(ref, node)
                     continue
                 inner: Iterator[Ref] | None
                 if type(node) is tuple and node:
@@ -166,9 +161,6 @@ class _Writer:
                         continue
                     memo[ref] = _OPEN
                     inner = iter((node.func, node.args))
-                elif type(node) is Persistent and not node.text:
-                    memo[ref] = _OPEN
-                    inner = iter((node.pid,))
                 else:
                     inner = self.write(ref, node)
                     if inner is None:
@@ -192,11 +184,6 @@ class _Writer:
                     out += b"t" if size > 3 or (forms and forms.get(ref) == 0x74) else _TUPLES[size]
                 elif type(node) is Call and usual and node.op == 0x52 and node.filling is None:
                     out += b"R"
-                elif type(node) is Persistent and usual and node.filling is None:
-                    out += b"Q"
-                    if not memoized or ref not in memoized:
-                        memo[ref] = _UNMEMOIZED
-                        continue
                 else:
                     filling = self.construct(ref, node)
                     if filling is not None:
@@ -255,9 +242,9 @@ class _Writer:
         Its storage's key, its tuples and its hooks are new; all other parts were written before. Tensors with the same
         other parts have the same bytes, except the key and the memo indices.
         """
-        nodes, codes, memo, index = self.nodes, self.codes, self.memo, self.next_index
+        nodes, codes, memo = self.nodes, self.codes, self.memo
         args = nodes[call.args]
-        if type(args) is not tuple or len(args) != 6 or index <= 0xFF:
+        if type(args) is not tuple or len(args) != 6 or self.next_index <= 0xFF:
             return False
         storage, begin, shape, stride, flag, hooks = args
         saved, hook, sizes, steps = nodes[storage], nodes[hooks], nodes[shape], nodes[stride]
@@ -267,25 +254,30 @@ class _Writer:
         if type(steps) is not tuple or type(pid) is not tuple or len(pid) != 5:
             return False
         word, cls, name, place, numel = pid
-        key = nodes[name]
+        key, device = nodes[name], nodes[place]
         # If the storage, its id or the arguments were written before, so were their parts.
         seen = memo[name], memo[shape], memo[stride], memo[hooks]
         if type(key) is not str or seen != _ALL_UNSEEN or shape == stride or filled or saved.text or hook.op != 0x52:
             return False
-        parts = call.func, word, cls, place, numel, begin, flag, hook.func, hook.args
+        known = codes[place]
+        if not known and (known is not None or memo[place] != _UNSEEN or type(device) is not str or place == name):
+            return False
+        parts = call.func, word, cls, numel, begin, flag, hook.func, hook.args
         template = self.templates.get((parts, sizes, steps)) or self.template(parts, sizes, steps)
         if template is None:
             return False
-        raw = key.encode("utf-8", "surrogatepass")
-        head, (a, b, c, d, e, f, g), pack = template
-        i = index
-        tail = pack(a, i, b, i + 1, c, i + 2, d, i + 3, e, i + 4, f, i + 5, g, i + 6)
-        self.out += b"%b%b%b%b" % (head, _u32(len(raw)), raw, tail)
-        for item in (name, saved.pid, shape, stride, hooks, call.args, ref):
+        self.out += template.head
+        self.write_text(name, key)
+        if known:
+            self.out += known
+        elif type(device) is str:
+            self.write_text(place, device)
+        i, (a, b, c, d, e, f) = self.next_index, template.texts
+        self.out += template.pack(a, i, b, i + 1, c, i + 2, d, i + 3, e, i + 4, f, i + 5)
+        for index, item in enumerate((saved.pid, shape, stride, hooks, call.args, ref), i):
             memo[item] = index
             codes[item] = b""
-            index += 1
-        memo[storage], self.next_index = _UNMEMOIZED, index
+        memo[storage], self.next_index = _UNMEMOIZED, i + 6
         return True
 
     def template(self, parts: tuple[Ref, ...], sizes: tuple[Ref, ...], steps: tuple[Ref, ...]) -> _Template | None:
@@ -293,16 +285,25 @@ class _Writer:
         written = [code for code in map(self.codes.__getitem__, (*parts, *sizes, *steps)) if code]
         if len(written) < len(parts) + len(sizes) + len(steps) or not sizes or not steps:
             return None
-        func, word, cls, place, numel, begin, flag, maker, nothing, *numbers = written
+        func, word, cls, numel, begin, flag, maker, nothing, *numbers = written
         shape, stride = (
             b"".join((*items, _TUPLES[len(items)]) if len(items) < 4 else (b"(", *items, b"t"))
             for items in (numbers[: len(sizes)], numbers[len(sizes) :])
         )
-        ends = b"", place + numel + b"t", b"Q" + begin + shape, stride, flag + maker + nothing + b"R", b"t", b"R"
+        ends = numel + b"t", b"Q" + begin + shape, stride, flag + maker + nothing + b"R", b"t", b"R"
         texts = tuple([text + b"r" for text in ends])
         pack = Struct("<" + "".join([f"{len(text)}sI" for text in texts])).pack
-        template = self.templates[parts, sizes, steps] = _Template(func + b"((" + word + cls + b"X", texts, pack)
+        template = self.templates[parts, sizes, steps] = _Template(func + b"((" + word + cls, texts, pack)
         return template
+
+    def write_text(self, ref: Ref, text: str) -> None:
+        """Write a new string in protocol 2 or 3, and memoize it."""
+        raw, index = text.encode("utf-8", "surrogatepass"), self.next_index
+        self.memo[ref] = index
+        self.next_index += 1
+        self.codes[ref] = b""
+        self.out += b"X%b%b" % (_u32(len(raw)), raw)
+        self.out += _long_binput(0x72, index) if index > 0xFF else bytes((0x71, index))
 
     # -- uncommon nodes
 

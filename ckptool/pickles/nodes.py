@@ -247,20 +247,13 @@ class Style:
         memoized = {new for new, old in like.items() if old in self.memoized}
         if not (forms or unmemoized or memoized):
             return self
-        twin = self._copied()
-        twin.forms = self.forms | forms
-        twin.unmemoized, twin.memoized = self.unmemoized | unmemoized, self.memoized | memoized
-        return twin
+        unmemoized, memoized = unmemoized | self.unmemoized, memoized | self.memoized
+        return self.replaced(forms=self.forms | forms, unmemoized=frozenset(unmemoized), memoized=frozenset(memoized))
 
-    def memoizing_late(self) -> Style:
-        """Return the same style with ``memoize_late`` set."""
-        twin = self._copied()
-        twin.memoize_late = True
-        return twin
-
-    def _copied(self) -> Style:
+    def replaced(self, **attributes: Any) -> Style:
+        """Return a style with other values of these attributes."""
         twin = Style()
-        twin.__dict__.update(self.__dict__)
+        twin.__dict__.update(self.__dict__ | attributes)
         return twin
 
 

@@ -320,5 +320,5 @@ def test_phrases_of_torchscript_are_met(script_pickle: bytes, monkeypatch: pytes
     graph = decode(script_pickle).graph
     # The first ones have small memo numbers.
     assert met[0] > 100
-    style = graph.style.memoizing_late()
+    style = graph.style.replaced(memoize_late=True)
     assert encode(Graph(graph.nodes, graph.root, style, graph.refused, graph.oddities)) == script_pickle

@@ -178,20 +178,13 @@ SAMPLES = [
     runs("copyreg._reconstructor", name("subprocess", "Popen"), name("subprocess", "Popen"), SH),
     # -- the registry of extensions
     ran("copyreg.add_extension", call(name("copyreg", "add_extension"), "helper", "go", 7), extension(b"\x82\x07", 1)),
-    ran(
-        "copyreg extension 9('echo > mark')",
-        call(name("copyreg", "add_extension"), "posix", "system", 9),
-        extension(b"\x82\x09", SHELL),
-    ),
-    ran(
-        "copyreg extension 700('echo > mark')",
-        call(name("copyreg", "add_extension"), "posix", "system", 700),
-        extension(b"\x83\xbc\x02", SHELL),
-    ),
-    ran(
-        "copyreg extension 70000('echo > mark')",
-        call(name("copyreg", "add_extension"), "posix", "system", 70000),
-        extension(b"\x84\x70\x11\x01\x00", SHELL),
+    *(
+        ran(
+            f"copyreg extension {code}('echo > mark')",
+            call(name("copyreg", "add_extension"), "posix", "system", code),
+            extension(opcode, SHELL),
+        )
+        for code, opcode in ((9, b"\x82\x09"), (700, b"\x83\xbc\x02"), (70000, b"\x84\x70\x11\x01\x00"))
     ),
     # -- changes to a module, class, function, list or dict that is there already
     ran(

@@ -238,7 +238,7 @@ class TorchScript(TorchZip, Program):
 
 def _as_script(graph: Graph) -> Graph:
     """Return a graph in TorchScript's style: C++ writes objects differently than Python; see ``Style.late``."""
-    return Graph(graph.nodes, graph.root, graph.style.memoizing_late(), graph.refused, graph.oddities)
+    return Graph(graph.nodes, graph.root, graph.style.replaced(memoize_late=True), graph.refused, graph.oddities)
 
 
 def _path(part: ScriptPickle, path: str, number: int) -> str:

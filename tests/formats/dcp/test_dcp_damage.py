@@ -19,17 +19,10 @@ from conftest import FIXTURES
 from crafted_files import ROOT, SYSTEM, TENSOR, Entry, archive, by_key, dumped, entries, legacy, plain
 from dcp_folders import write_ranks
 from torch import Size, float32
+from torch.distributed.checkpoint import metadata as dcp_types
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 import ckptool
 from ckptool.base.errors import MalformedError, RefusedError, UnreadableError
@@ -201,12 +194,12 @@ def with_item(folder: Path, data: bytes, object_: bool) -> Path:
     folder.mkdir()
     (folder / "__0_0.distcp").write_bytes(data)
     offset = None if object_ else Size((0,))
-    listed: Any = BytesStorageMetadata()
+    listed: Any = dcp_types.BytesStorageMetadata()
     if not object_:
-        chunks = [ChunkStorageMetadata(Size((0,)), Size((4,)))]
-        listed = TensorStorageMetadata(TensorProperties(dtype=float32), Size((4,)), chunks)
-    places = {MetadataIndex("item", offset): _StorageInfo("__0_0.distcp", 0, len(data))}
-    (folder / ".metadata").write_bytes(pickle.dumps(Metadata({"item": listed}, {"item": ("item",)}, places)))
+        chunks = [dcp_types.ChunkStorageMetadata(Size((0,)), Size((4,)))]
+        listed = dcp_types.TensorStorageMetadata(dcp_types.TensorProperties(dtype=float32), Size((4,)), chunks)
+    places = {dcp_types.MetadataIndex("item", offset): _StorageInfo("__0_0.distcp", 0, len(data))}
+    (folder / ".metadata").write_bytes(pickle.dumps(dcp_types.Metadata({"item": listed}, {"item": ("item",)}, places)))
     return folder
 
 
@@ -243,7 +236,7 @@ def test_metadata_of_a_subclass_is_read(folder: Path, monkeypatch: pytest.Monkey
     """As that of Megatron-core: ``torch.distributed.checkpoint`` loads it, too, where the class is there."""
     before = ckptool.keys(folder)
     module = ModuleType("megatron_like")
-    module.MCoreMetadata = type("MCoreMetadata", (Metadata,), {"__module__": "megatron_like"})  # type: ignore[attr-defined]
+    module.MCoreMetadata = type("MCoreMetadata", (dcp_types.Metadata,), {"__module__": "megatron_like"})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megatron_like", module)
     path = folder / ".metadata"
     metadata = pickle.loads(path.read_bytes())
@@ -260,8 +253,8 @@ def test_one_place_listed_twice_is_ambiguous(folder: Path, tmp_path: Path) -> No
     data = with_item(tmp_path / "twice", plain(TENSOR), False) / ".metadata"
     metadata = pickle.loads(data.read_bytes())
     (index,) = metadata.storage_data
-    other = MetadataIndex("item", Size((0,)), 1)
-    metadata.storage_data[MetadataIndex("item", Size((1,)))] = metadata.storage_data[index]
+    other = dcp_types.MetadataIndex("item", Size((0,)), 1)
+    metadata.storage_data[dcp_types.MetadataIndex("item", Size((1,)))] = metadata.storage_data[index]
     text = pickle.dumps(metadata)
     assert text.count(b"K\x01\x85") == 1 and other == index
     data.write_bytes(text.replace(b"K\x01\x85", b"K\x00\x85"))
@@ -275,8 +268,10 @@ def test_many_items_on_one_archive_take_no_longer_than_one(tmp_path: Path, monke
     data = plain(TENSOR)
     folder = with_item(tmp_path / "saved", data, True)
     names = [f"item{number}" for number in range(300)]
-    places = {MetadataIndex(name): _StorageInfo("__0_0.distcp", 0, len(data)) for name in names}
-    found = Metadata({name: BytesStorageMetadata() for name in names}, {name: (name,) for name in names}, places)
+    places = {dcp_types.MetadataIndex(name): _StorageInfo("__0_0.distcp", 0, len(data)) for name in names}
+    found = dcp_types.Metadata(
+        {name: dcp_types.BytesStorageMetadata() for name in names}, {name: (name,) for name in names}, places
+    )
     (folder / ".metadata").write_bytes(pickle.dumps(found))
     opened: list[str] = []
     real = dcp_folder.open_item
@@ -289,8 +284,8 @@ def test_the_empty_places_of_a_list_are_bounded(tmp_path: Path) -> None:
     folder = with_item(tmp_path / "saved", plain(TENSOR), True)
     names = [f"item{number}" for number in range(2000)]
     paths = {name: ("list", number * 999) for number, name in enumerate(names)}
-    one = TensorStorageMetadata(TensorProperties(dtype=float32), Size((0,)), [])
-    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(dict.fromkeys(names, one), paths, {})))
+    one = dcp_types.TensorStorageMetadata(dcp_types.TensorProperties(dtype=float32), Size((0,)), [])
+    (folder / ".metadata").write_bytes(pickle.dumps(dcp_types.Metadata(dict.fromkeys(names, one), paths, {})))
     with ckptool.open(folder) as checkpoint:
         assert len(checkpoint.graph.nodes) < 100_000
     assert ckptool.validate(folder)["coverage"] == "partial"
@@ -363,7 +358,7 @@ def test_an_item_is_a_tensor_as_torch_takes_it(
 
 
 def _cut(places: dict[Any, Any], harm: int) -> None:
-    places[MetadataIndex("epoch")] = _StorageInfo("__0_0.distcp", harm, 1 << 20)
+    places[dcp_types.MetadataIndex("epoch")] = _StorageInfo("__0_0.distcp", harm, 1 << 20)
 
 
 def _inside_another(places: dict[Any, Any], harm: int) -> None:
@@ -371,7 +366,7 @@ def _inside_another(places: dict[Any, Any], harm: int) -> None:
     (tensor,) = (index for index in places if index.fqn == "w")
     size = len(pickle.dumps(Runs()))
     places[tensor] = _StorageInfo("__0_0.distcp", 0, harm + size)
-    places[MetadataIndex("epoch")] = _StorageInfo("__0_0.distcp", harm, size)
+    places[dcp_types.MetadataIndex("epoch")] = _StorageInfo("__0_0.distcp", harm, size)
 
 
 @pytest.mark.parametrize("change", [_cut, _inside_another])

@@ -22,16 +22,10 @@ from dcp_folders import archive
 from dcp_ranks import ranks
 from safetensors.torch import load_file
 from torch.distributed._shard.sharded_tensor import metadata as sharded
+from torch.distributed.checkpoint import metadata as dcp_types
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.planner_helpers import _create_write_item_for_bytesio
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -219,12 +213,14 @@ def write_alone(folder: Path, states: list[dict[str, torch.Tensor]]) -> Path:
         listed, places, data = {}, {}, b""
         for name, value in state.items():
             offset, part = torch.Size([0] * value.dim()), archive(value)
-            chunk = ChunkStorageMetadata(offset, value.shape)
-            listed[name] = TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.shape, [chunk])
-            places[MetadataIndex(name, offset, 0)] = _StorageInfo(f"__{rank}_0.distcp", len(data), len(part))
+            chunk = dcp_types.ChunkStorageMetadata(offset, value.shape)
+            listed[name] = dcp_types.TensorStorageMetadata(
+                dcp_types.TensorProperties(dtype=value.dtype), value.shape, [chunk]
+            )
+            places[dcp_types.MetadataIndex(name, offset, 0)] = _StorageInfo(f"__{rank}_0.distcp", len(data), len(part))
             data += part
         (folder / f"__{rank}_0.distcp").write_bytes(data)
-        found = Metadata(listed, {name: (name,) for name in state}, places, version="1.0.0")
+        found = dcp_types.Metadata(listed, {name: (name,) for name in state}, places, version="1.0.0")
         (folder / f"__{rank}.metadata").write_bytes(pickle.dumps(found))
     return folder
 
