@@ -148,7 +148,7 @@ class _Writer:
                     self.check_repeated(ref)
                 node = nodes[ref]
                 if type(node) is str and plain and ref not in exceptions:
-                    self.write_text(ref, node)
+                    self.write_string(ref, node)
                     continue
                 inner: Iterator[Ref] | None
                 if type(node) is tuple and node:
@@ -267,11 +267,11 @@ class _Writer:
         if template is None:
             return False
         self.out += template.head
-        self.write_text(name, key)
+        self.write_string(name, key)
         if known:
             self.out += known
         elif type(device) is str:
-            self.write_text(place, device)
+            self.write_string(place, device)
         i, (a, b, c, d, e, f) = self.next_index, template.texts
         self.out += template.pack(a, i, b, i + 1, c, i + 2, d, i + 3, e, i + 4, f, i + 5)
         for index, item in enumerate((saved.pid, shape, stride, hooks, call.args, ref), i):
@@ -296,7 +296,7 @@ class _Writer:
         template = self.templates[parts, sizes, steps] = _Template(func + b"((" + word + cls, texts, pack)
         return template
 
-    def write_text(self, ref: Ref, text: str) -> None:
+    def write_string(self, ref: Ref, text: str) -> None:
         """Write a new string in protocol 2 or 3, and memoize it."""
         raw, index = text.encode("utf-8", "surrogatepass"), self.next_index
         self.memo[ref] = index
