@@ -16,31 +16,15 @@ from ..base.records import NamedTuple
 from ..base.steps import command, suggested_output
 from ..base.text import pluralize, quoted, shape_text
 from ..values.torch.adapters import AdapterStep
-from .adapter_names import PROJECTIONS
-from .adapter_settings import BY_PEFT, CONFIG, Adapter, by_pattern, check_rank, is_saved, product_scale, scale
+from .adapter_names import PROJECTIONS, TABLE, UNKNOWN
+from .adapter_settings import BY_PEFT, CONFIG, Adapter
 
 #: The keys of the tensors of one kind, by their parts without ".weight".
 Keys: TypeAlias = Mapping[str, str]
 Shape: TypeAlias = "tuple[int, ...]"
 
-#: The shapes of the tensors of each kind: a letter for the size of each dimension, and a letter with "*" for the sizes
-#: of all that are left. A letter means the same size wherever it stands.
-_LORA: Final = {"lora_B": "o r 1*", "lora_A": "r i k*"}
-_EMBEDDING: Final = {"lora_embedding_B": "o r", "lora_embedding_A": "r i"}
-_THIRD: Final = {"lora_E": "r 1*", "lora_magnitude_vector": "m*"}
-_LOHA: Final = {"hada_w1_a": "o r", "hada_w1_b": "r i", "hada_w2_a": "o r", "hada_w2_b": "r i"}
-_LOHA_WITH_CORE: Final = {
-    **{"hada_t1": "r r k*", "hada_w1_a": "r o", "hada_w1_b": "r i"},
-    **{"hada_t2": "r r k*", "hada_w2_a": "r o", "hada_w2_b": "r i"},
-}
-_LOKR_FIRST: Final = ({"lokr_w1": "a b"}, {"lokr_w1_a": "a r", "lokr_w1_b": "r b"})
-_LOKR_SECOND: Final = (
-    {"lokr_w2": "c d k*"},
-    {"lokr_t2": "r r k*", "lokr_w2_a": "r c", "lokr_w2_b": "r d"},
-    {"lokr_w2_a": "c r", "lokr_w2_b": "r d"},
-)
-_VERA: Final = {"vera_B": "m r", "vera_A": "r w", "vera_lambda_b": "o", "vera_lambda_d": "r"}
-_BOFT: Final = {"boft_R": "f n s s", "boft_s": "x y"}
+#: For each kind of adapter, the parts and the shapes of its tensors.
+_FORMS: Final[dict[str, Any]] = TABLE["shapes"]
 #: The most terms of a series, and the PEFT release 0.N that changed the series of OFT.
 _MOST_TERMS: Final = 100
 _SERIES_CHANGED: Final = 18
@@ -88,7 +72,7 @@ class Module(NamedTuple):
         if lacking := next((part for part in forms if part not in keys), ""):
             raise self.adapter.refusal(f"{quoted(first)} has no partner {lacking}: the file is incomplete")
         if other := next((key for part, key in keys.items() if part not in forms), ""):
-            raise self.unknown(other)
+            raise self.adapter.refusal(UNKNOWN.format(quoted(other)), BY_PEFT)
         found: dict[str, Any] = {"1": 1}
         for part, form in forms.items():
             letters, shape = form.split(), self.shape(keys[part])
@@ -101,10 +85,6 @@ class Module(NamedTuple):
                 shapes = [f"{quoted(keys[part])} is {shape_text(self.shape(keys[part]))}" for part in forms]
                 raise self.adapter.refusal(f"shapes that do not fit together: {', '.join(shapes)}", BY_PEFT)
         return found
-
-    def unknown(self, key: str) -> RefusedError:
-        """Return the error about a tensor whose meaning is not known."""
-        return self.adapter.refusal(f"its tensor {quoted(key)} is not known, and would not be used", BY_PEFT)
 
     def unfit(self, key: str, reason: str) -> RefusedError:
         """Return the error about a tensor that contradicts the settings, or that cannot be merged."""
@@ -129,7 +109,7 @@ class Module(NamedTuple):
         return WeightChange(self.key, AdapterStep(kind, tensors, factor, in_model=own, **how))
 
 
-def module_changes(module: Module) -> Iterator[WeightChange] | None:
+def module_changes(module: Module) -> list[WeightChange] | None:
     """Return the changes of one module, or None if the base lacks it.
 
     Raise RefusedError unless every tensor is used and fits.
@@ -140,12 +120,12 @@ def module_changes(module: Module) -> Iterator[WeightChange] | None:
         kind = next((kind for kind in _KINDS if part.startswith(kind)), "")
         types, _ = _KINDS.get(kind, ("", None))
         if part != "alpha" and (not kind or (peft_type and types and str(peft_type) not in types)):
-            raise module.unknown(key)
+            raise module.adapter.refusal(UNKNOWN.format(quoted(key)), BY_PEFT)
         if kind:
             kinds.setdefault(kind, {})[part.removesuffix(".weight")] = key
     if module.key not in module.base and kinds.keys() != {"copy"}:
         return None
-    return (change for kind, keys in kinds.items() for change in _KINDS[kind][1](module, keys))
+    return [change for kind, keys in kinds.items() for change in _KINDS[kind][1](module, keys)]
 
 
 def _copies(module: Module, keys: Keys) -> Iterator[WeightChange]:
@@ -154,18 +134,13 @@ def _copies(module: Module, keys: Keys) -> Iterator[WeightChange]:
     for part, key in keys.items():
         # The part of a weight is "copy", because the end ".weight" is removed.
         target = f"{module.place}.{part.partition('.')[2] or 'weight'}".removeprefix(".")
-        if target not in base and target.endswith(".bias") and _is_tied_bias(module, key):
-            continue
+        if target not in base and target.endswith(".bias"):
+            others = (name for name in adapter.tensors if name.endswith(".bias") and name != key and name in base)
+            if any(adapter.stored(key).equals(adapter.stored(name)) for name in others):
+                continue  # the model ties it to one that the base holds
         module.fit(key, module.shape(key), target)
-        added = target not in base and is_saved(adapter, module.name)
+        added = target not in base and adapter.is_saved(module.name)
         yield WeightChange(target, AdapterStep("copy", (adapter.stored(key),)), added)
-
-
-def _is_tied_bias(module: Module, key: str) -> bool:
-    """Return whether a bias that the base lacks equals one that it holds: then the model ties them."""
-    adapter = module.adapter
-    others = (name for name in adapter.tensors if name.endswith(".bias") and name != key and name in module.base)
-    return any(adapter.stored(key).equals(adapter.stored(name)) for name in others)
 
 
 def _lora(module: Module, keys: Keys) -> Iterator[WeightChange]:
@@ -173,10 +148,10 @@ def _lora(module: Module, keys: Keys) -> Iterator[WeightChange]:
     adapter, config = module.adapter, module.adapter.config
     embedding = any("embedding" in part for part in keys)
     adaptive = config.get("peft_type") == "ADALORA"
-    third = {part: form for part, form in _THIRD.items() if part in keys}
-    forms = {**(_EMBEDDING if embedding else _LORA), **third}
+    third = {part: form for part, form in _FORMS["third"].items() if part in keys}
+    forms = {**_FORMS["embedding" if embedding else "lora"], **third}
     matrices = {part: key for part, key in keys.items() if part != "lora_B.bias"}
-    factor = module.weight * (1 if adaptive else product_scale(adapter, module.name, module.parts))
+    factor = module.weight * (1 if adaptive else adapter.product_scale(module.name, module.parts))
     if matrices:
         if adaptive is not ("lora_E" in third):
             raise adapter.refusal(f"{quoted(module.name)} needs lora_E with AdaLoRA, and cannot have it otherwise")
@@ -209,26 +184,29 @@ def _lora(module: Module, keys: Keys) -> Iterator[WeightChange]:
 def _loha(module: Module, keys: Keys) -> Iterator[WeightChange]:
     """Yield the change of LoHa: (w1_a @ w1_b) * (w2_a @ w2_b), or the same with a core for the kernel (t1, t2)."""
     with_core = "hada_t1" in keys or "hada_t2" in keys
-    forms = _LOHA_WITH_CORE if with_core else _LOHA
+    forms = _FORMS["hada with cores" if with_core else "hada"]
     size, own = module.sizes(keys, forms), module.own
-    check_rank(module.adapter, keys["hada_w1_b"], size["r"])
+    module.adapter.check_rank(keys["hada_w1_b"], size["r"])
     shape: Shape = (size["o"], size["i"], *size.get("k", ()))
     # One row for each output, as a matrix; a Conv1d has a kernel with a second side of 1.
     matrix = own and shape in ((own[0], prod(own[1:])), (*own, 1) if with_core else own)
     module.fit(keys["hada_w1_a"], own if matrix else shape)
-    factor = scale(module.adapter, module.name, size["r"], "alpha") * module.weight
+    factor = module.adapter.scale(module.name, size["r"], "alpha") * module.weight
     yield module.change("hadamard", (keys[part] for part in forms), factor)
 
 
 def _lokr(module: Module, keys: Keys) -> Iterator[WeightChange]:
     """Yield the change of LoKr: the Kronecker product of two matrices, which may be products themselves."""
     adapter, own = module.adapter, module.own
-    pairs = (next((forms for forms in each if forms.keys() <= keys.keys()), {}) for each in (_LOKR_FIRST, _LOKR_SECOND))
-    first, second = pairs
+    found: list[dict[str, str]] = [
+        next((forms for forms in _FORMS[name] if forms.keys() <= keys.keys()), {})
+        for name in ("first lokr", "second lokr")
+    ]
+    first, second = found
     if not (first and second):
         raise adapter.refusal(f"{quoted(next(iter(keys.values())))} and its partners are not the two factors of LoKr")
     size = module.sizes(keys, {**first, **second})
-    rank = by_pattern(adapter, module.name, "rank_pattern", adapter.config.get("r", 8))
+    rank = adapter.by_pattern(module.name, "rank_pattern", adapter.config.get("r", 8))
     key = keys[next(iter(second))]
     if type(rank) is not int or size.get("r", rank) != rank:
         raise adapter.refusal(f"{quoted(key)} has the rank {size.get('r')}, and {CONFIG} says {str(rank)[:80]}")
@@ -241,7 +219,7 @@ def _lokr(module: Module, keys: Keys) -> Iterator[WeightChange]:
         raise adapter.refusal(f"{quoted(key)} changes a Conv1d, which is not supported", BY_PEFT)
     module.fit(keys[next(iter(first))], shape)
     tensors = (keys[part] for part in (*first, *second))
-    factor = scale(adapter, module.name, rank, "alpha") * module.weight
+    factor = adapter.scale(module.name, rank, "alpha") * module.weight
     yield module.change("kronecker", tensors, factor, rank=len(first))
 
 
@@ -252,16 +230,16 @@ def _vera(module: Module, keys: Keys) -> Iterator[WeightChange]:
         message = "it lacks the random matrices that its modules share (save_projection is false)"
         raise adapter.refusal(message, BY_PEFT)
     every = {**keys, "vera_A": PROJECTIONS[0], "vera_B": PROJECTIONS[1]}
-    size = module.sizes(every, _VERA)
+    size = module.sizes(every, _FORMS["vera"])
     rank, out, inner = size["r"], size["o"], size["w"]
     if size["m"] < out:
         raise adapter.refusal(f"{quoted(keys['vera_lambda_b'])} does not fit the shared matrices")
-    check_rank(adapter, PROJECTIONS[0], rank)
+    adapter.check_rank(PROJECTIONS[0], rank)
     transposed = adapter.is_set("fan_in_fan_out")
     if len(module.own) == 2:
         inner = min(inner, module.own[0 if transposed else 1])
     module.fit(keys["vera_lambda_b"], (inner, out) if transposed else (out, inner))
-    b, a, *vectors = (adapter.stored(every[part]) for part in _VERA)
+    b, a, *vectors = (adapter.stored(every[part]) for part in _FORMS["vera"])
     a, b = a._replace(view=a.view._replace(shape=(rank, inner))), b._replace(view=b.view._replace(shape=(out, rank)))
     yield WeightChange(module.key, AdapterStep("vera", (b, a, *vectors), module.weight, transposed))
 
@@ -269,8 +247,8 @@ def _vera(module: Module, keys: Keys) -> Iterator[WeightChange]:
 def _boft(module: Module, keys: Keys) -> Iterator[WeightChange]:
     """Yield the change of BOFT: one block-diagonal rotation (more only merge on a GPU), and a scale for each row."""
     config, own = module.adapter.config, module.own
-    size = module.sizes(keys, _BOFT)
-    rotations, scales = (keys[part] for part in _BOFT)
+    size = module.sizes(keys, _FORMS["boft"])
+    rotations, scales = (keys[part] for part in _FORMS["boft"])
     blocks, side = size["n"], size["s"]
     says = config.get("boft_block_size", 4), config.get("boft_block_num", 0)
     if says not in ((side, 0), (0, blocks)):

@@ -15,11 +15,13 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Final, Literal, TypeAlias
 
 from ..base.errors import RefusedError
-from ..base.lazy import regex
+from ..base.lazy import regex, table
 from ..base.prefixes import adapter_keys
 from ..base.records import NamedTuple
 from ..base.text import join_limited, quoted
 
+#: Facts about adapters; the file explains them.
+TABLE: Final = table("edits/adapters")
 #: How a name is written. "bare" are the first LoRAs of diffusers, which do not name the model: it is a U-Net.
 Layout: TypeAlias = Literal["peft", "kohya", "diffusers", "bare"]
 Parts: TypeAlias = Mapping[str, str]
@@ -32,16 +34,9 @@ PROJECTIONS: Final = ("base_model.vera_A", "base_model.vera_B")
 DOWN: Final = "lora_A.weight"
 UP: Final = "lora_B.weight"
 NORMS: Final = "lora_magnitude_vector.weight"
-#: Keys of mlx-lm and torchtune, and of LyCORIS for language models.
-_OTHERS: Final = regex(r"lora_(?:down|up|mid|a|b)\b|lora\.(?:down|up)|lokr_|hada_|\Alora_(?:unet|te\d?|transformer)_")
 
 #: The models of a pipeline, by what the programs call them in the names of an adapter.
-MODELS: Final = {
-    **dict.fromkeys(("unet", "transformer", "diffusion_model", "lycoris", "Hunyuan_video_I2V_lora"), "unet"),
-    **dict.fromkeys(("te", "te1", "text_encoder", "clip_l"), "text_encoder"),
-    **dict.fromkeys(("te2", "text_encoder_2", "clip_g"), "text_encoder_2"),
-    **dict.fromkeys(("te3", "text_encoder_3", "t5xxl"), "text_encoder_3"),
-}
+MODELS: Final[Mapping[str, str]] = {label: model for model, labels in TABLE["models"].items() for label in labels}
 #: A key for a pipeline: the model, and the rest of it.
 _MODEL: Final = regex(
     r"(?:(?:lora_(?P<kohya>unet|te[123]?|transformer)|(?P<other>lycoris|Hunyuan_video_I2V_lora))__?"
@@ -67,23 +62,8 @@ _ORIGINAL: Final = ".original_module."
 #: Modules whose LoRA early versions of diffusers wrote behind the attention, in a U-Net and in a text encoder.
 _OLD_UNET: Final = {"to_out": "to_out.0"}
 _OLD_TEXT: Final = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
-_AGAIN: Final = "get the file again"
+UNKNOWN: Final = "its tensor {} is not known, and would not be used"
 WITH_DIFFUSERS: Final = "with diffusers: pipe.load_lora_weights(), pipe.fuse_lora(), pipe.save_pretrained()"
-
-
-class Name(NamedTuple):
-    """The parsed key of a tensor in an adapter.
-
-    ``label`` is the model's name in a pipeline, "" for PEFT. ``part`` is PEFT's name of the part, with its end for
-    matrices ("lora_A.weight"), "alpha", or "copy.END" for a tensor that replaces another. ``adapter`` is the adapter's
-    name in a raw state dict of PEFT.
-    """
-
-    layout: Layout
-    label: str
-    module: str
-    part: str
-    adapter: str = ""
 
 
 class Modules(NamedTuple):
@@ -117,11 +97,6 @@ def is_of_pipeline(keys: Collection[str]) -> bool:
     return all(map(_MODEL.match, keys)) and any(map(_PART.match, keys))
 
 
-def is_of_other_library(keys: Collection[str]) -> bool:
-    """Return whether some keys are those of mlx-lm, torchtune, or LyCORIS for language models."""
-    return any(map(_OTHERS.search, keys))
-
-
 def modules(
     keys: Collection[str], prefix: str = "", are_equal: Callable[[str, str], bool] = lambda one, other: False
 ) -> list[Modules]:
@@ -136,9 +111,9 @@ def modules(
         trained = [key.replace(_ORIGINAL, by) for by in (".", ".modules_to_save.default.")] if _ORIGINAL in key else []
         if key in PROJECTIONS or any(name in keys for name in trained):  # shared, or the base's own values
             continue
-        name = read(prefix + key)
-        adapters.add(name.adapter)
-        known = found.setdefault(name[:2], {}).setdefault(name.module, {}).setdefault(name.part, key)
+        which, module, part, adapter = _read(prefix + key)
+        adapters.add(adapter)
+        known = found.setdefault(which, {}).setdefault(module, {}).setdefault(part, key)
         if known != key and len(adapters - {""}) < 2 and not are_equal(key, known):
             raise RefusedError(f"{quoted(key)} and {quoted(known)} mean the same tensor")
     if len(adapters - {""}) > 1:
@@ -146,14 +121,11 @@ def modules(
     if not found:
         raise RefusedError("it holds no tensor that changes a weight: the file is incomplete")
     for parts in (each for modules in found.values() for each in modules.values()):
-        for part, other in ((DOWN, UP), (UP, DOWN)):
-            if part in parts and other not in parts:
-                partner = other.removesuffix(".weight")
-                what = f"{quoted(parts[part])} has no partner {partner}: the file is incomplete"
-                raise RefusedError(what, next=_AGAIN)
-        if parts.keys() == {"alpha"}:
-            what = f"{quoted(parts['alpha'])} has no matrices beside it: the file is incomplete"
-            raise RefusedError(what, next=_AGAIN)
+        lacking = {DOWN: "partner lora_B", UP: "partner lora_A"} if (DOWN in parts) is not (UP in parts) else {}
+        lacking |= {"alpha": "matrices beside it"} if parts.keys() == {"alpha"} else {}
+        if alone := next((part for part in lacking if part in parts), ""):
+            what = f"{quoted(parts[alone])} has no {lacking[alone]}: the file is incomplete"
+            raise RefusedError(what, next="get the file again")
     return [Modules(*which, parts) for which, parts in found.items()]
 
 
@@ -169,16 +141,21 @@ def adapter_key(key: str) -> tuple[str, str] | None:
     return match["name"] or match["adapter"] or "", key[: match.end("matrix" if match["matrix"] else "peft")] + last
 
 
-def read(key: str) -> Name:
-    """Read a key of any layout; raise RefusedError if it is not known."""
+def _read(key: str) -> tuple[tuple[Layout, str], str, str, str]:
+    """Return the layout and the label of the model, the module, the part, and the adapter's name, for a key.
+
+    The label is the model's name in a pipeline, "" for PEFT. The part is PEFT's name of it, with its end for matrices
+    ("lora_A.weight"), "alpha", or "copy.END" for a tensor that replaces another. Only a raw state dict of PEFT names
+    the adapter. Raise RefusedError if the key is not known.
+    """
     start = _MODEL.match(key)
     is_peft, bare = key.startswith(PEFT_PREFIX), start["rest"] if start else key.removeprefix(PEFT_PREFIX)
     match = _PART.match(bare)
     if match is None or (is_peft and match["own"]):
         if not is_peft or adapter_keys([bare]):
-            raise RefusedError(f"its tensor {quoted(bare if is_peft else key)} is not known, and would not be used")
+            raise RefusedError(UNKNOWN.format(quoted(bare if is_peft else key)))
         module, _, last = bare.rpartition(".")
-        return Name("peft", "", module, f"copy.{last}")
+        return ("peft", ""), module, f"copy.{last}", ""
     layout: Layout = "bare" if start else "peft"
     label, module, last, old = "unet" if start else "", match["module"], match["last"] or "weight", match["old"]
     if start and (name := start["kohya"] or start["other"]):
@@ -197,5 +174,4 @@ def read(key: str) -> Name:
         part = NORMS
     elif match["own"]:
         part += f".{last}" if match["last"] else ""
-    adapter = match["name"] or match["adapter"] or ""
-    return Name(layout, label, module, part.removeprefix("token_adapter."), adapter)
+    return (layout, label), module, part.removeprefix("token_adapter."), match["name"] or match["adapter"] or ""

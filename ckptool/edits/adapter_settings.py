@@ -18,7 +18,7 @@ from typing import Any, Final
 from ..base.addresses import is_folder
 from ..base.dtypes import BY_NAME
 from ..base.errors import RefusedError
-from ..base.lazy import table
+from ..base.lazy import regex
 from ..base.prefixes import adapter_keys
 from ..base.records import NamedTuple
 from ..base.steps import AnyStep, option
@@ -31,39 +31,22 @@ from ..files.sources import FolderSource
 from ..formats.names.hf import ADAPTER_CONFIG
 from ..formats.opening import CheckpointOrPath, as_checkpoint
 from ..formats.rank_part import GATHER, empty_weights
-from ..values.elements import storage_reader
 from ..values.numeric import to_numbers
 from ..values.torch.adapters import StoredTensor
-from .adapter_names import (
-    DOWN,
-    PEFT_PREFIX,
-    WITH_DIFFUSERS,
-    Modules,
-    Parts,
-    is_of_other_library,
-    is_of_pipeline,
-    modules,
-)
+from .adapter_names import DOWN, PEFT_PREFIX, TABLE, UNKNOWN, WITH_DIFFUSERS, Modules, Parts, is_of_pipeline, modules
 from .recompute import refuse_bits
 
 CONFIG: Final = ADAPTER_CONFIG
 #: The parts of an adapter of a pipeline that a merge can use.
 _MERGED: Final = ("alpha", "lora_A", "lora_B", "lora_magnitude_vector")
 #: Names of alpha and rank in the header of an adapter: of kohya, and of tools that write PEFT's names.
-ALPHAS: Final = ("lora_alpha", "ss_network_alpha", "network_alpha", "alpha")
-RANKS: Final = ("r", "lora_rank", "ss_network_dim", "network_dim", "rank")
-#: Where diffusers keeps the settings of PEFT in the header, and trainers the name of the base.
+ALPHAS: Final[Sequence[str]] = TABLE["header"]["alpha"]
+RANKS: Final[Sequence[str]] = TABLE["header"]["rank"]
+#: Where diffusers keeps the settings of PEFT in the header.
 _HEADER_SETTINGS: Final = "lora_adapter_metadata"
-_HEADER_BASES: Final = ("ss_sd_model_name", "ss_base_model_version", "modelspec.architecture")
 BY_PEFT: Final = "merge it with PEFT: model.merge_and_unload(), then model.save_pretrained()"
-#: Settings with which PEFT does not merge, or computes something else.
-_REFUSED: Final = {
-    "layer_replication": "it repeats layers of the base, which share their weights, and PEFT cannot save the merge",
-    "alora_invocation_tokens": "an activated LoRA (aLoRA) acts only after its invocation tokens, so it has no merge",
-}
-#: Initializations that PEFT repeats when it loads the adapter, and that change the base; and others.
-CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
-_INITIAL: Final = ("gaussian", "orthogonal", "eva")
+#: Keys of mlx-lm and torchtune, and of LyCORIS for language models.
+_OTHERS: Final = regex(r"lora_(?:down|up|mid|a|b)\b|lora\.(?:down|up)|lokr_|hada_|\Alora_(?:unet|te\d?|transformer)_")
 #: Limits of rank_pattern and alpha_pattern: characters of a pattern, patterns, and steps to compare all of them with
 #: all modules.
 _LONGEST_PATTERN: Final = 300
@@ -121,8 +104,7 @@ class Adapter(NamedTuple):
 
     def stored(self, key: str) -> StoredTensor:
         """Return a tensor as plain data."""
-        tensor = self.tensors[key]
-        return StoredTensor(key, storage_reader(self.checkpoint, tensor.storage), vector(tensor))
+        return StoredTensor.of(self.checkpoint, key, self.tensors[key])
 
     def modules(self, *, to_merge: bool = True) -> list[Modules]:
         """Return the modules that it changes, for each model of a pipeline.
@@ -137,7 +119,7 @@ class Adapter(NamedTuple):
             raise self.refusal(error.what, error.step or way) from error
         for part, key in (item for model in found for parts in model.parts.values() for item in parts.items()):
             if to_merge and self.of_pipeline and not part.startswith(_MERGED):
-                raise self.refusal(f"its tensor {quoted(key)} is not known, and would not be used", way)
+                raise self.refusal(UNKNOWN.format(quoted(key)), way)
         return found
 
     def of(self, model: Modules) -> Adapter:
@@ -157,10 +139,115 @@ class Adapter(NamedTuple):
         bare = {name: value for name, value in found.items() if "." not in name and model.layout == "bare"}
         return self._replace(config=own or bare)
 
+    # -- checks, and the settings of one module
 
-def vector(tensor: Tensor) -> Tensor:
-    """Return a tensor without dimensions as one with a single element, and others unchanged."""
-    return tensor if tensor.shape else tensor._replace(shape=(1,), stride=(1,))
+    def check_tensors(self) -> None:
+        """Raise RefusedError if a tensor of an adapter is empty, or holds no floating-point values."""
+        checkpoint = self.checkpoint
+        if empty := empty_weights(checkpoint):
+            raise self.refusal(empty, GATHER)
+        for entry in checkpoint.survey.tensors:
+            refuse_bits(checkpoint, entry.ref, entry.key)
+        for key, tensor in self.tensors.items():
+            dtype = BY_NAME.get(tensor.dtype)
+            if tensor.location == "meta" or (dtype is not None and adapter_keys([key]) and not dtype.floating):
+                raise self.refusal(f"{quoted(key)} has no floating-point values ({tensor.location}, {tensor.dtype})")
+            if tensor.kind != "dense" or not tensor.storage or dtype is None or dtype.packed > 1:
+                raise self.refusal(f"{quoted(key)} is packed or sparse ({tensor.kind}, {tensor.dtype})")
+
+    def check_product(self, down: str, up: str) -> None:
+        """Raise RefusedError unless two matrices with these keys have a product with values."""
+        (a, b), names = (self.tensors[key].shape for key in (down, up)), f"{quoted(up)} and {quoted(down)}"
+        if min(len(a), len(b)) < 2 or not prod(a) * prod(b) or not a[0] == b[1] == prod(b[1:]):
+            raise self.refusal(f"shapes that do not fit together: {names}")
+
+    def check_settings(self) -> None:
+        """Raise RefusedError for a setting with which the result would differ from W + scale * B @ A."""
+        config = self.config
+        if reason := next((reason for name, reason in TABLE["refused"].items() if config.get(name)), ""):
+            raise self.refusal(reason)
+        start = config.get("init_lora_weights", True)
+        if changes_base(config):
+            message = f"init_lora_weights is {start!r}: PEFT changes the base when it loads this adapter"
+            step = "save it again with model.save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+            raise self.refusal(message, step)
+        if isinstance(start, str) and start.lower() not in TABLE["initial"]:
+            raise self.refusal(f"its init_lora_weights {quoted(start)} is not known", BY_PEFT)
+        known = " ".join(TABLE["settings"]).split()
+        if unknown := sorted(name for name, value in config.items() if value and name not in known):
+            raise self.refusal(f"{CONFIG} has settings that are not known: {join_limited(unknown)}", BY_PEFT)
+
+    def product_scale(self, module: str, parts: Parts) -> float:
+        """Return the factor of a product: alpha divided by the rank, from the tensor, the settings, or else 1.
+
+        Raise RefusedError if they contradict each other, or if the header states an alpha other than the rank.
+        """
+        first = next((parts[part] for part in (DOWN, "lora_embedding_A") if part in parts), "")
+        rank = self.stored(first).view.shape[0] if first else 0
+        if (key := parts.get("alpha", "")) and (tensor := self.tensors[key]):
+            alpha = to_numbers(self.stored(key).values, tensor.dtype)[0] if tensor.numel == 1 and rank else None
+            if not isinstance(alpha, int | float) or not isfinite(alpha):
+                raise self.refusal(f"{quoted(key)} is not a finite number")
+            return float(alpha) / rank
+        if self.config:
+            self.check_rank(first or module, rank)
+            return self.scale(module, rank)
+        if self.alpha is not None and rank:
+            return self.alpha / rank
+        stated = _header_number(self.checkpoint, ALPHAS)
+        if stated is None or stated in (rank, _header_number(self.checkpoint, RANKS)):
+            return 1.0
+        message = f"its header says alpha {stated:g} for the rank {rank:,}, and no tensor has an alpha"
+        way = f"{stated:g}, or {rank:,} if it is part of the matrices already"
+        raise self.refusal(message, f"give {option('alpha', f'{stated:g}')} ({way})")
+
+    def check_rank(self, key: str, rank: int) -> None:
+        """Raise RefusedError if ``r`` is set, and neither it nor a value of ``rank_pattern`` is this rank."""
+        if "r" not in self.config:
+            return
+        pattern = self.config.get("rank_pattern") or {}
+        ranks = [self.config.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())]
+        if rank not in ranks:
+            where = _HEADER_SETTINGS if _HEADER_SETTINGS in self.checkpoint.container.metadata else CONFIG
+            known = join_limited([json.dumps(number)[:80] for number in ranks])
+            raise self.refusal(f"{quoted(key)} has the rank {rank:,}, and {where} says {known}")
+
+    def scale(self, module: str, rank: int, name: str = "lora_alpha") -> float:
+        """Return the factor of a product; raise RefusedError without one. ``name`` is the setting of alpha."""
+        if rank < 1:
+            raise self.refusal(f"{quoted(module)} has the rank {rank}")
+        alpha = self.number(self.by_pattern(module, "alpha_pattern", self.config.get(name, 8)), name)
+        return float(alpha / sqrt(rank) if self.is_set("use_rslora") else alpha / rank)
+
+    def by_pattern(self, module: str, name: str, default: Any) -> Any:
+        """Return the value that the first matching pattern of a setting gives a module, or the default."""
+        patterns = self.config.get(name) or {}
+        if not isinstance(patterns, dict) or len(patterns) > _MOST_PATTERNS:
+            raise self.refusal(f"its {name} is too large", BY_PEFT)
+        for pattern, value in patterns.items():
+            try:
+                if _matches(pattern, module, len(patterns) * len(self.tensors), anywhere=True):
+                    return value
+            except ValueError as error:
+                raise self.refusal(f"the {name} {quoted(pattern)} {error}", BY_PEFT) from error
+        return default
+
+    def targets(self, module: str) -> bool:
+        """Return whether the settings name a module as a target, as PEFT decides it; False if they are too complex."""
+        config = self.config
+        indices, inside = config.get("layers_to_transform"), config.get("layers_pattern")
+        if indices is not None:
+            numbers = re.findall(r"\.(\d+)\.", module)
+            wanted = indices if isinstance(indices, list) else [indices]
+            if inside or not numbers or int(numbers[-1]) not in wanted:
+                return False
+        named = _names(config.get("target_modules"), module) and not _names(config.get("exclude_modules"), module)
+        return named and not self.is_saved(module)
+
+    def is_saved(self, module: str) -> bool:
+        """Return whether the settings say that a module was trained as a whole, such as a new classifier."""
+        saved = self.config.get("modules_to_save")
+        return isinstance(saved, list) and any(name in module.split(".") for name in saved)
 
 
 # -- opening
@@ -181,7 +268,7 @@ def open_adapter(
     if is_of_pipeline(found.keys()):
         config = {"base_model_name_or_path": base_in_header(checkpoint)}
         adapter = Adapter(checkpoint, config, found, of_pipeline=True, alpha=alpha)
-        check_tensors(adapter)
+        adapter.check_tensors()
         return adapter
     tensors = {key.removeprefix(PEFT_PREFIX): tensor for key, tensor in found.items()}
     given = config or adapter_config(checkpoint) or _config_of_header(checkpoint, found.keys(), alpha)
@@ -189,14 +276,13 @@ def open_adapter(
     if given is None:
         raise _without_config(adapter)
     kind = given.get("peft_type")
-    types = table("edits/adapters")
-    if kind in types["without weights"]:
+    if kind in TABLE["without weights"]:
         message = f"an adapter of the type {kind} adds inputs or layers, and has no merge"
         raise adapter.refusal(message, "load it with PEFT")
-    if kind not in types["merged"]:
+    if kind not in TABLE["merged"]:
         raise adapter.refusal(f"adapters of the type {json.dumps(kind)[:80]} are not supported", BY_PEFT)
-    check_tensors(adapter)
-    check_settings(adapter)
+    adapter.check_tensors()
+    adapter.check_settings()
     return adapter
 
 
@@ -220,7 +306,7 @@ def _config_of_header(checkpoint: Checkpoint, keys: Collection[str], alpha: floa
     """Return the settings of a LoRA with PEFT's names, from the alpha in its header or ``alpha``, or None."""
     stated = _header_number(checkpoint, ALPHAS)
     alpha = alpha if stated is None else stated
-    if alpha is None or not any(".lora_A." in key for key in keys) or is_of_other_library(keys):
+    if alpha is None or not any(".lora_A." in key for key in keys) or any(map(_OTHERS.search, keys)):
         return None
     rank = _header_number(checkpoint, RANKS)
     config = {"peft_type": "LORA", "lora_alpha": alpha, "base_model_name_or_path": None}
@@ -230,7 +316,7 @@ def _config_of_header(checkpoint: Checkpoint, keys: Collection[str], alpha: floa
 
 def _without_config(adapter: Adapter) -> RefusedError:
     keys = adapter.tensors.keys()
-    if is_of_other_library(keys):
+    if any(map(_OTHERS.search, keys)):
         message = "it has the names of mlx or torchtune, and only adapters of PEFT, kohya and diffusers can be merged"
         return adapter.refusal(message, "merge it with the library that trained it")
     if not adapter_keys(keys):
@@ -240,43 +326,10 @@ def _without_config(adapter: Adapter) -> RefusedError:
     return adapter.refusal(message, f"{way}, or give `--alpha=`, its lora_alpha")
 
 
-def check_tensors(adapter: Adapter) -> None:
-    """Raise RefusedError if a tensor of an adapter is empty, or holds no floating-point values."""
-    checkpoint = adapter.checkpoint
-    if empty := empty_weights(checkpoint):
-        raise adapter.refusal(empty, GATHER)
-    for entry in checkpoint.survey.tensors:
-        refuse_bits(checkpoint, entry.ref, entry.key)
-    for key, tensor in adapter.tensors.items():
-        dtype = BY_NAME.get(tensor.dtype)
-        if tensor.location == "meta" or (dtype is not None and adapter_keys([key]) and not dtype.floating):
-            raise adapter.refusal(f"{quoted(key)} has no floating-point values ({tensor.location}, {tensor.dtype})")
-        if tensor.kind != "dense" or not tensor.storage or dtype is None or dtype.packed > 1:
-            raise adapter.refusal(f"{quoted(key)} is packed or sparse ({tensor.kind}, {tensor.dtype})")
-
-
-def check_product(adapter: Adapter, down: str, up: str) -> None:
-    """Raise RefusedError unless two matrices with these keys have a product with values."""
-    (a, b), names = (adapter.tensors[key].shape for key in (down, up)), f"{quoted(up)} and {quoted(down)}"
-    if min(len(a), len(b)) < 2 or not prod(a) * prod(b) or not a[0] == b[1] == prod(b[1:]):
-        raise adapter.refusal(f"shapes that do not fit together: {names}")
-
-
-def check_settings(adapter: Adapter) -> None:
-    """Raise RefusedError for a setting with which the result would differ from W + scale * B @ A."""
-    config = adapter.config
-    if reason := next((reason for name, reason in _REFUSED.items() if config.get(name)), ""):
-        raise adapter.refusal(reason)
-    start = config.get("init_lora_weights", True)
-    if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
-        message = f"init_lora_weights is {start!r}: PEFT changes the base when it loads this adapter"
-        step = "save it again with model.save_pretrained(..., path_initial_model_for_weight_conversion=...)"
-        raise adapter.refusal(message, step)
-    if isinstance(start, str) and start.lower() not in _INITIAL:
-        raise adapter.refusal(f"its init_lora_weights {quoted(start)} is not known", BY_PEFT)
-    known = " ".join(table("edits/adapters")["settings"]).split()
-    if unknown := sorted(name for name, value in config.items() if value and name not in known):
-        raise adapter.refusal(f"{CONFIG} has settings that are not known: {join_limited(unknown)}", BY_PEFT)
+def changes_base(config: Mapping[str, Any]) -> bool:
+    """Return whether PEFT repeats the initialization when it loads the adapter, and so changes the base."""
+    start = config.get("init_lora_weights")
+    return isinstance(start, str) and start.lower().startswith(tuple(TABLE["initial that changes the base"]))
 
 
 # -- the header of a safetensors file
@@ -292,89 +345,7 @@ def _header_number(checkpoint: Checkpoint, names: Sequence[str]) -> float | None
 def base_in_header(checkpoint: Checkpoint) -> str:
     """Return the name of the base in the header, or ""."""
     metadata = checkpoint.container.metadata
-    return next((metadata[key] for key in _HEADER_BASES if metadata.get(key, "None") != "None"), "")
-
-
-# -- the settings of one module
-
-
-def product_scale(adapter: Adapter, module: str, parts: Parts) -> float:
-    """Return the factor of a product: alpha divided by the rank, from the tensor, the settings, or else 1.
-
-    Raise RefusedError if they contradict each other, or if the header states an alpha other than the rank.
-    """
-    first = next((parts[part] for part in (DOWN, "lora_embedding_A") if part in parts), "")
-    rank = adapter.stored(first).view.shape[0] if first else 0
-    if (key := parts.get("alpha", "")) and (tensor := adapter.tensors[key]):
-        alpha = to_numbers(adapter.stored(key).values, tensor.dtype)[0] if tensor.numel == 1 and rank else None
-        if not isinstance(alpha, int | float) or not isfinite(alpha):
-            raise adapter.refusal(f"{quoted(key)} is not a finite number")
-        return float(alpha) / rank
-    if adapter.config:
-        check_rank(adapter, first or module, rank)
-        return scale(adapter, module, rank)
-    if adapter.alpha is not None and rank:
-        return adapter.alpha / rank
-    stated = _header_number(adapter.checkpoint, ALPHAS)
-    if stated is None or stated in (rank, _header_number(adapter.checkpoint, RANKS)):
-        return 1.0
-    message = f"its header says alpha {stated:g} for the rank {rank:,}, and no tensor has an alpha"
-    way = f"{stated:g}, or {rank:,} if it is part of the matrices already"
-    raise adapter.refusal(message, f"give {option('alpha', f'{stated:g}')} ({way})")
-
-
-def check_rank(adapter: Adapter, key: str, rank: int) -> None:
-    """Raise RefusedError if ``r`` is set, and neither it nor a value of ``rank_pattern`` is this rank."""
-    if "r" not in adapter.config:
-        return
-    pattern = adapter.config.get("rank_pattern") or {}
-    ranks = [adapter.config.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())]
-    if rank not in ranks:
-        where = _HEADER_SETTINGS if _HEADER_SETTINGS in adapter.checkpoint.container.metadata else CONFIG
-        known = join_limited([json.dumps(number)[:80] for number in ranks])
-        raise adapter.refusal(f"{quoted(key)} has the rank {rank:,}, and {where} says {known}")
-
-
-def scale(adapter: Adapter, module: str, rank: int, name: str = "lora_alpha") -> float:
-    """Return the factor of a product; raise RefusedError if the settings do not give one. ``name`` is the setting."""
-    if rank < 1:
-        raise adapter.refusal(f"{quoted(module)} has the rank {rank}")
-    alpha = adapter.number(by_pattern(adapter, module, "alpha_pattern", adapter.config.get(name, 8)), name)
-    return float(alpha / sqrt(rank) if adapter.is_set("use_rslora") else alpha / rank)
-
-
-def by_pattern(adapter: Adapter, module: str, name: str, default: Any) -> Any:
-    """Return the value that the first matching pattern of a setting gives a module, or the default."""
-    patterns = adapter.config.get(name) or {}
-    if not isinstance(patterns, dict) or len(patterns) > _MOST_PATTERNS:
-        raise adapter.refusal(f"its {name} is too large", BY_PEFT)
-    for pattern, value in patterns.items():
-        try:
-            if _matches(pattern, module, len(patterns) * len(adapter.tensors), anywhere=True):
-                return value
-        except ValueError as error:
-            raise adapter.refusal(f"the {name} {quoted(pattern)} {error}", BY_PEFT) from error
-    return default
-
-
-def targets(adapter: Adapter, module: str) -> bool:
-    """Return whether the settings name a module as a target, as PEFT decides it; False if they are too complex."""
-    config = adapter.config
-    indices, inside = config.get("layers_to_transform"), config.get("layers_pattern")
-    if indices is not None:
-        numbers = re.findall(r"\.(\d+)\.", module)
-        wanted = indices if isinstance(indices, list) else [indices]
-        if inside or not numbers or int(numbers[-1]) not in wanted:
-            return False
-    named = _names(config.get("target_modules"), module) and not _names(config.get("exclude_modules"), module)
-    return named and not is_saved(adapter, module)
-
-
-def is_saved(adapter: Adapter, module: str) -> bool:
-    """Return whether the settings say that a module was trained as a whole, such as a new classifier."""
-    saved = adapter.config.get("modules_to_save") or ()
-    names = module.split(".")
-    return isinstance(saved, list) and any(isinstance(name, str) and name in names for name in saved)
+    return next((metadata[key] for key in TABLE["header"]["base"] if metadata.get(key, "None") != "None"), "")
 
 
 def _names(given: object, module: str) -> bool:

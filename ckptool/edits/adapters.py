@@ -7,38 +7,28 @@ tensors in the base.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import prod
-from typing import Any, Final
+from typing import Final
 
 from ..base.addresses import is_remote
 from ..base.errors import RefusedError
-from ..base.lazy import regex, table
+from ..base.lazy import regex
 from ..base.nearest import nearest
 from ..base.records import NamedTuple
 from ..base.steps import command
 from ..base.text import join_limited, pluralize, quoted, shape_text
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.tensors import Tensor
-from ..formats.recipes.evaluation import Block, Output, View, apply, fits
+from ..formats.recipes.evaluation import Output, View, apply, fits
 from ..formats.recipes.recipe import built_in, built_in_names
 from ..values.numeric import to_numbers
-from ..values.torch.adapters import NOT_ADDED, ORDER, AdapterStep, StoredTensor
+from ..values.torch.adapters import NOT_ADDED, ORDER, AdapterStep
 from .adapter_changes import Module, WeightChange, module_changes
-from .adapter_names import DOWN, MODELS, NORMS, PEFT_PREFIX, UP, WITH_DIFFUSERS, Modules, Parts, is_of_pipeline
-from .adapter_settings import (
-    BY_PEFT,
-    CONFIG,
-    Adapter,
-    adapter_config,
-    base_in_header,
-    check_rank,
-    check_settings,
-    scale,
-    targets,
-)
-from .lora_modules import base_of, layout_of
+from .adapter_names import DOWN, MODELS, NORMS, PEFT_PREFIX, TABLE, UP, WITH_DIFFUSERS, Modules, Parts, is_of_pipeline
+from .adapter_settings import BY_PEFT, CONFIG, Adapter, adapter_config, base_in_header
+from .lora_layouts import base_of
 
 #: Parts whose first dimension is the rank.
 _WITH_RANK: Final = (DOWN, "lora_embedding_A", "hada_w1_b")
@@ -52,65 +42,51 @@ def description(checkpoint: Checkpoint) -> str:
     """Return the type, the ranks, the targets and the base of an adapter; "" if its settings are missing."""
     tensors = {entry.key: entry.tensor for entry in checkpoint.survey.tensors}
     adapter = Adapter(checkpoint, {}, tensors, of_pipeline=is_of_pipeline(tensors.keys()))
-    if adapter.of_pipeline:
-        return _description_of_lora(adapter)
-    config: Mapping[str, Any] | None = None
-    with suppress(RefusedError):
-        config = adapter_config(checkpoint)
-    if config is None:
-        return ""
-    try:
+    base = base_in_header(checkpoint)
+    if not adapter.of_pipeline:
+        config: Mapping[str, object] | None = None
+        with suppress(RefusedError):
+            config = adapter_config(checkpoint)
+        if config is None:
+            return ""
         bare = {key.removeprefix(PEFT_PREFIX): tensor for key, tensor in tensors.items()}
         adapter = adapter._replace(config=config, tensors=bare)
-        parts = [item for model in adapter.modules() for item in model.parts.items()]
-        ranks = _ranks(adapter, [each for _, each in parts])
-        if adapter.has_parameters:  # their matrices have the ranks of all experts
-            ranks = [rank for rank in ranks if rank == config.get("r")]
-        rank = f" of rank {join_limited([f'{number:,}' for number in ranks])}" if ranks else ""
-        kind = str(config.get("peft_type", "LORA"))[:40]
-        kind = kind if kind != "LORA" else "DoRA" if adapter.is_set("use_dora") else "LoRA"
-        changed = [module for module, each in parts if not all(part.startswith("copy.") for part in each)]
-        on = join_limited(list(dict.fromkeys(_NESTED.sub("", each).rpartition(".")[2] for each in changed)))
-        return _with_base(f"an adapter ({kind}{rank}{f' on {on}' if on else ''}), not a model", adapter.base_name)
-    except RefusedError as error:
-        kind = str(config.get("peft_type"))
-        if kind in table("edits/adapters")["without weights"]:
-            return _with_base(f"an adapter ({kind}), not a model", adapter.base_name)
-        return f"an adapter, not a model: {error.what}"
-
-
-def _with_base(what: str, base: str) -> str:
-    return f"{what}; its base is {quoted(base)}" if base else what
-
-
-def _ranks(adapter: Adapter, parts: Iterable[Parts]) -> list[int]:
-    shapes = [adapter.tensors[key].shape for each in parts for part, key in each.items() if part in _WITH_RANK]
-    return sorted({shape[0] for shape in shapes if len(shape) > 1})
-
-
-def _description_of_lora(adapter: Adapter) -> str:
-    """Return the kind, the layout, the models and the base of a LoRA for a pipeline."""
+        base = adapter.base_name
     try:
-        models = adapter.modules(to_merge=False)
+        what = _summary(adapter, adapter.modules(to_merge=not adapter.of_pipeline))
     except RefusedError as error:
-        return f"an adapter of an image pipeline, not a model: {error.what}"
-    parts = [each for model in models for each in model.parts.values()]
-    every = {part for each in parts for part in each}
+        what = str(adapter.config.get("peft_type"))
+        if what not in TABLE["without weights"]:
+            return f"an adapter{' of an image pipeline' * adapter.of_pipeline}, not a model: {error.what}"
+    return f"an adapter ({what}), not a model" + (f"; its base is {quoted(base)}" if base else "")
+
+
+def _summary(adapter: Adapter, models: Sequence[Modules]) -> str:
+    """Return the kind of an adapter, and its ranks and targets; also the layout and the models for a pipeline."""
+    modules = [item for model in models for item in model.parts.items()]
+    shapes = (adapter.tensors[key].shape for _, each in modules for part, key in each.items() if part in _WITH_RANK)
+    ranks = sorted({shape[0] for shape in shapes if len(shape) > 1})
+    if not adapter.of_pipeline:
+        if adapter.has_parameters:  # their matrices have the ranks of all experts
+            ranks = [rank for rank in ranks if rank == adapter.config.get("r")]
+        rank = f" of rank {join_limited([f'{number:,}' for number in ranks])}" if ranks else ""
+        kind = str(adapter.config.get("peft_type", "LORA"))[:40]
+        kind = kind if kind != "LORA" else "DoRA" if adapter.is_set("use_dora") else "LoRA"
+        changed = [module for module, each in modules if not all(part.startswith("copy.") for part in each)]
+        on = join_limited(list(dict.fromkeys(_NESTED.sub("", each).rpartition(".")[2] for each in changed)))
+        return f"{kind}{rank}{f' on {on}' if on else ''}"
+    every = {part for _, each in modules for part in each}
     kind = next((kind for start, kind in _KINDS.items() if any(part.startswith(start) for part in every)), "LoRA")
-    base = base_of(models, lambda key: adapter.tensors[key].shape)
-    keys = [each["alpha"] for each in parts if "alpha" in each and adapter.tensors[each["alpha"]].numel == 1]
-    alphas: list[complex] = []
-    if not is_remote(adapter.path):
-        alphas = [to_numbers(adapter.stored(key).values, adapter.tensors[key].dtype)[0] for key in keys]
-    numbers = {
-        "rank": [f"{number:,}" for number in _ranks(adapter, parts)],
-        "alpha": [f"{number.real:g}" for number in dict.fromkeys(alphas)],
-    }
+    known = base_of(models, lambda key: adapter.tensors[key].shape)
+    keys = [each["alpha"] for _, each in modules if "alpha" in each and adapter.tensors[each["alpha"]].numel == 1]
+    keys = [] if is_remote(adapter.path) else keys
+    alphas = dict.fromkeys(to_numbers(adapter.stored(key).values, adapter.tensors[key].dtype)[0] for key in keys)
+    numbers = {"rank": [f"{rank:,}" for rank in ranks], "alpha": [f"{alpha.real:g}" for alpha in alphas]}
     details = [f"{name} {join_limited(values)}" for name, values in numbers.items() if values]
     details += [f"{pluralize(len(model.parts), 'module')} of {model.label}" for model in models]
-    of = f" of {base}" if base else ""
-    what = f"an adapter ({kind}{of} in the layout of {layout_of(models)}: {', '.join(details)}), not a model"
-    return _with_base(what, base_in_header(adapter.checkpoint))
+    comfyui = any(model.label in ("diffusion_model", "clip_l", "clip_g", "t5xxl") for model in models)
+    layout = "kohya" if any(model.dotless for model in models) else "ComfyUI" if comfyui else "diffusers"
+    return f"{kind}{f' of {known}' if known else ''} in the layout of {layout}: {', '.join(details)}"
 
 
 def weight_changes(
@@ -122,9 +98,10 @@ def weight_changes(
     path of the base, ``weight`` multiplies the scale. Raise RefusedError unless every other tensor of the adapter is
     used and fits.
     """
+    models = adapter.modules()
     if adapter.of_pipeline:
-        return _pipeline_changes(adapter, base, path, weight)
-    parts = {name: keys for model in adapter.modules() for name, keys in model.parts.items()}
+        return _pipeline_changes(adapter, models, base, path, weight)
+    parts = {name: keys for model in models for name, keys in model.parts.items()}
     found: list[WeightChange] = []
     if adapter.has_parameters:
         found, used = _parameter_changes(adapter, parts, base, path, weight)
@@ -133,7 +110,7 @@ def weight_changes(
     shapes = {key: tensor.shape for key, tensor in base.items()}
     changes = _changes_of(adapter, parts, {}, shapes, path, weight)
     weights = [key.removesuffix(".weight") for key in shapes if key.endswith(".weight") and len(shapes[key]) > 1]
-    lacking = [name for name in weights if name not in parts and targets(adapter, name)]
+    lacking = [name for name in weights if name not in parts and adapter.targets(name)]
     if lacking:
         message = f"{CONFIG} targets {pluralize(len(lacking), 'module')} of {path} for which it has no tensors"
         step = "get the whole adapter; this one holds " + command("keys", adapter.path)
@@ -154,10 +131,9 @@ def _changes_of(
     missing: list[str] = []
     for name, keys in parts.items():
         made = module_changes(Module(adapter, name, keys, names.get(name, name), base, path, weight))
-        found = list(made or ())
-        if made is None or any(change.key not in base and not change.added for change in found):
+        if made is None or any(change.key not in base and not change.added for change in made):
             missing.append(name)
-        changes += found
+        changes += made or ()
     if missing or not any(change.key in base for change in changes):
         missing = missing or list(parts)
         matched, absent = len(parts) - len(missing), join_limited([quoted(module) for module in missing], most=3)
@@ -170,47 +146,6 @@ def _changes_of(
         message = f"it replaces or multiplies {quoted(other.key)}, which a weight of {weight:g} does not describe"
         raise adapter.refusal(message, "merge it with the weight 1")
     return sorted(changes, key=lambda change: ORDER.index(change.step.kind))
-
-
-# -- adapters for a pipeline
-
-
-def _pipeline_changes(
-    adapter: Adapter, base: Mapping[str, Tensor], path: str, weight: float
-) -> tuple[list[WeightChange], Mapping[str, int]]:
-    """Return the changes by the models of the adapter that the base holds, and the number of tensors of each other."""
-    models = adapter.modules()
-    found: list[WeightChange] = []
-    unused: dict[str, int] = {}
-    owners: dict[str, str] = {}
-    for model, match in zip(models, matches(adapter, models, base)):
-        if match is None:
-            unused[model.label] = sum(map(len, model.parts.values()))
-            continue
-        for change in _placed(adapter, model, match, path, weight):
-            other = owners.setdefault(change.key, model.label)
-            if other != model.label:
-                what = f"its models {other} and {model.label} both fit {quoted(change.key)} of {path}"
-                raise adapter.refusal(f"{what}, and the names do not show which is meant", WITH_DIFFUSERS)
-            found.append(change)
-    return found, unused
-
-
-def _placed(adapter: Adapter, model: Modules, match: Match, path: str, weight: float) -> list[WeightChange]:
-    """Return the changes by one model; raise RefusedError unless all its modules are in the base and fit."""
-    own = adapter.of(model)
-    check_settings(own)
-    shapes = {name: item.shape for name, item in match.weights.items()}
-    for module, keys in model.parts.items():
-        key, magnitude = f"{match.names.get(module, module)}.weight", keys.get(NORMS, "")
-        change = product_shape(own, keys)
-        if change and key in shapes and without_ones(change) == without_ones(shapes[key]):
-            shapes[key] = change
-        norms = adapter.tensors[magnitude].shape if magnitude else ()
-        if change and len(norms) > 1 and norms[0] != change[0]:
-            raise adapter.refusal(f"{quoted(magnitude)} has the norms of columns, and only those of rows are supported")
-    found = _changes_of(own, model.parts, match.names, shapes, path, weight)
-    return [item for change in found for item in match.weights[change.key].changes(change)]
 
 
 # -- parameters that are not modules, such as the experts of a layer in one tensor (``target_parameters``)
@@ -293,28 +228,23 @@ def _expert_changes(
     if experts > _MOST_EXPERTS:
         raise adapter.refusal(f"{quoted(name)} has {experts:,} experts, and {_MOST_EXPERTS:,} are the most")
     rank = a.view.shape[0] // experts
-    check_rank(adapter, pair[0], rank)
-    factor *= scale(adapter, name, rank)
+    adapter.check_rank(pair[0], rank)
+    factor *= adapter.scale(name, rank)
     rows = prod(weight.shape[:-1]) // experts
+    (height, columns), (down, right) = b.view.shape, b.view.stride
     for expert in range(experts):
-        own = a.rows(expert * rank, rank), _columns(b, expert, experts)
-        first, second = map(_transposed, own) if order == "in, out" else own[::-1]
-        step = AdapterStep("product", (first, second), factor, round_first=True)
+        # The columns of an expert in B are as far apart as there are experts.
+        offset = b.view.offset + expert * right
+        own = b.view._replace(shape=(height, columns // experts), stride=(down, right * experts), offset=offset)
+        matrices = b._replace(view=own), a.rows(expert * rank, rank)
+        if order == "in, out":
+            views = (
+                part.view._replace(shape=part.view.shape[::-1], stride=part.view.stride[::-1]) for part in matrices
+            )
+            second, first = (part._replace(view=view) for part, view in zip(matrices, views))
+            matrices = first, second
+        step = AdapterStep("product", matrices, factor, round_first=True)
         yield from weight.part(expert * rows, rows).changes(WeightChange(name, step))
-
-
-def _columns(part: StoredTensor, begin: int, step: int) -> StoredTensor:
-    view = part.view
-    columns = view._replace(
-        shape=(view.shape[0], view.shape[1] // step),
-        stride=(view.stride[0], view.stride[1] * step),
-        offset=view.offset + begin * view.stride[1],
-    )
-    return part._replace(view=columns)
-
-
-def _transposed(part: StoredTensor) -> StoredTensor:
-    return part._replace(view=part.view._replace(shape=part.view.shape[::-1], stride=part.view.stride[::-1]))
 
 
 # -- the weights of a base, and their rows
@@ -379,9 +309,8 @@ def renamed_weights(
         for turned in (recipe, recipe.reversed()) if both_ways else (recipe,):
             if fits(turned, views):
                 with suppress(RefusedError):
-                    outputs = apply(turned, views, []).outputs
-                    weights = {output.name: _weight_of(output, base) for output in outputs}
-                    yield family, {name: weight for name, weight in weights.items() if weight is not None}
+                    found = ((output.name, _weight_of(output, base)) for output in apply(turned, views, []).outputs)
+                    yield family, {name: weight for name, weight in found if weight is not None}
 
 
 def _row(shape: Sequence[int]) -> int:
@@ -395,31 +324,27 @@ def _whole(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Weight:
 
 
 def _weight_of(output: Output, base: Mapping[str, Tensor]) -> Weight | None:
-    """Return a weight that a recipe makes of whole rows of the base, or None."""
+    """Return a weight that a recipe makes of whole rows of the base, each block in the same order, or None."""
     if not output.shape:
         return None
     if not output.blocks:
         (source,) = output.sources
         return _whole(source, base[source], output.shape)
-    places = [_place(output, block, base[block.source]) for block in output.blocks]
-    found = tuple(place for place in places if place is not None)
-    return Weight(output.shape, _row(output.shape), found) if len(found) == len(places) else None
-
-
-def _place(output: Output, block: Block, source: Tensor) -> Place | None:
-    """Return the rows that a block moves, or None if it does not move whole rows without changing their order."""
-    row = _row(output.shape)
-    begins, extents = block.box
-    size = prod(extents)
-    outer = next((at for at, extent in enumerate(extents) if extent > 1), len(extents))
-    in_a_row = tuple(extents[outer + 1 :]) == tuple(output.grid[outer + 1 :])
-    begin = 0
-    for at, count in zip(begins, output.grid):
-        begin = begin * count + at
-    aligned = bool(row) and not (begin % row or block.begin % row or size % row)
-    if not (in_a_row and aligned and block.stride in ((), (1,))):
-        return None
-    return Place(block.source, block.begin // row, size // row, begin // row, size != source.numel)
+    row, places = _row(output.shape), []
+    for block in output.blocks:
+        begins, extents = block.box
+        size = prod(extents)
+        outer = next((at for at, extent in enumerate(extents) if extent > 1), len(extents))
+        in_a_row = tuple(extents[outer + 1 :]) == tuple(output.grid[outer + 1 :])
+        begin = 0
+        for at, count in zip(begins, output.grid):
+            begin = begin * count + at
+        aligned = bool(row) and not (begin % row or block.begin % row or size % row)
+        if not (in_a_row and aligned and block.stride in ((), (1,))):
+            return None
+        is_part = size != base[block.source].numel
+        places.append(Place(block.source, block.begin // row, size // row, begin // row, is_part))
+    return Weight(output.shape, row, tuple(places))
 
 
 # -- the models of a pipeline
@@ -438,14 +363,46 @@ class Match(NamedTuple):
     is_sure: bool
 
 
-def matches(adapter: Adapter, models: Sequence[Modules], base: Mapping[str, Tensor]) -> list[Match | None]:
-    """Return where the base holds each model of an adapter, or None for a model of another base."""
+def _pipeline_changes(
+    adapter: Adapter, models: Sequence[Modules], base: Mapping[str, Tensor], path: str, weight: float
+) -> tuple[list[WeightChange], Mapping[str, int]]:
+    """Return the changes by the models of the adapter that the base holds, and the number of tensors of each other."""
     layouts = list(_layouts(base))
-    found = [_match(adapter, model, layouts) for model in models]
-    best = max(found, key=lambda match: match.order)
-    # A model that the base holds in part is wrong. One that it does not hold belongs to another base.
-    used = [match.order[0] or (bool(match.names) and match.is_sure) for match in found]
-    return [match if (wanted if best.order[0] else match is best) else None for match, wanted in zip(found, used)]
+    matches = [_match(adapter, model, layouts) for model in models]
+    best = max(matches, key=lambda match: match.order)
+    found: list[WeightChange] = []
+    unused: dict[str, int] = {}
+    owners: dict[str, str] = {}
+    for model, match in zip(models, matches):
+        # A model that the base holds in part is wrong. One that it does not hold belongs to another base.
+        is_there = match.order[0] or (bool(match.names) and match.is_sure)
+        if not (is_there if best.order[0] else match is best):
+            unused[model.label] = sum(map(len, model.parts.values()))
+            continue
+        for change in _placed(adapter, model, match, path, weight):
+            other = owners.setdefault(change.key, model.label)
+            if other != model.label:
+                what = f"its models {other} and {model.label} both fit {quoted(change.key)} of {path}"
+                raise adapter.refusal(f"{what}, and the names do not show which is meant", WITH_DIFFUSERS)
+            found.append(change)
+    return found, unused
+
+
+def _placed(adapter: Adapter, model: Modules, match: Match, path: str, weight: float) -> Iterator[WeightChange]:
+    """Yield the changes by one model; raise RefusedError unless all its modules are in the base and fit."""
+    own = adapter.of(model)
+    own.check_settings()
+    shapes = {name: item.shape for name, item in match.weights.items()}
+    for module, keys in model.parts.items():
+        key, magnitude = f"{match.names.get(module, module)}.weight", keys.get(NORMS, "")
+        change = _product_shape(own, keys)
+        if change and key in shapes and _without_ones(change) == _without_ones(shapes[key]):
+            shapes[key] = change
+        norms = adapter.tensors[magnitude].shape if magnitude else ()
+        if change and len(norms) > 1 and norms[0] != change[0]:
+            raise adapter.refusal(f"{quoted(magnitude)} has the norms of columns, and only those of rows are supported")
+    for each in _changes_of(own, model.parts, match.names, shapes, path, weight):
+        yield from match.weights[each.key].changes(each)
 
 
 def _match(adapter: Adapter, model: Modules, layouts: Sequence[tuple[str, Mapping[str, Weight]]]) -> Match:
@@ -460,8 +417,8 @@ def _match(adapter: Adapter, model: Modules, layouts: Sequence[tuple[str, Mappin
         # A form of two modules names neither.
         index = {form: name for name in own if counts[form := model.form(name)] == 1}
         names = {module: index[form] for module in model.parts if (form := model.form(module)) in index}
-        shapes = [(product_shape(adapter, model.parts[module]), weights[f"{names[module]}.weight"]) for module in names]
-        count = sum(shape is None or without_ones(shape) == without_ones(weight.shape) for shape, weight in shapes)
+        shapes = [(_product_shape(adapter, model.parts[each]), weights[f"{names[each]}.weight"]) for each in names]
+        count = sum(shape is None or _without_ones(shape) == _without_ones(weight.shape) for shape, weight in shapes)
         found.append(Match(weights, names, (count == len(model.parts), count, len(names)), owner != ""))
         if count == len(model.parts):
             places.add(tuple(weight.places for _, weight in shapes))
@@ -470,13 +427,13 @@ def _match(adapter: Adapter, model: Modules, layouts: Sequence[tuple[str, Mappin
     return max(found, key=lambda match: match.order)
 
 
-def product_shape(adapter: Adapter, parts: Mapping[str, str]) -> tuple[int, ...] | None:
+def _product_shape(adapter: Adapter, parts: Parts) -> tuple[int, ...] | None:
     """Return the shape of the weight that two matrices change, or None if one is missing."""
     a, b = (adapter.tensors.get(parts.get(part, "")) for part in (DOWN, UP))
     return (*b.shape[:1], *a.shape[1:]) if a is not None and b is not None else None
 
 
-def without_ones(shape: Sequence[int]) -> tuple[int, ...]:
+def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
     """Return a shape without the 1s behind the second dimension: a convolution of 1x1 is a linear layer."""
     return tuple(shape[:2]) if prod(shape[2:]) == 1 else tuple(shape)
 

@@ -22,10 +22,8 @@ from ..files.sources import Computed, Deferred
 from ..formats.opening import takes_path
 from ..pickles.nodes import Ref
 from ..values.dequantized import Dequantization, dequantized
-from ..values.elements import storage_reader
 from ..values.numeric import ROUNDED
 from ..values.torch.adapters import StoredTensor
-from .adapter_settings import vector
 from .cast import cast, check_dtype
 from .model_config import CONFIG, config_fields
 from .recompute import Recomputation, refuse_blocks
@@ -190,7 +188,7 @@ def _offset(zeros: StoredTensor, bits: int) -> int:
 def _stored(work: Recomputation, entry: TensorEntry) -> StoredTensor:
     if work.checkpoint.body(entry.tensor.storage) is None:
         raise MalformedError(f"the bytes of {quoted(entry.path)} are missing", path=work.checkpoint.path)
-    return StoredTensor(entry.path, storage_reader(work.checkpoint, entry.tensor.storage), vector(entry.tensor))
+    return StoredTensor.of(work.checkpoint, entry.path, entry.tensor)
 
 
 def _parts_of(fields: dict[str, Any]) -> list[dict[str, Any]]:

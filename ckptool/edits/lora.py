@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from math import isfinite, prod
+from math import isfinite
 from typing import Any, Final, Literal
 
 from ..base.addresses import is_folder
@@ -16,25 +16,22 @@ from ..base.lazy import regex
 from ..base.steps import NextStep, as_step, command, suggested_output
 from ..base.text import pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
-from ..checkpoint.objects import mapping
-from ..checkpoint.selection import only_one, selected
 from ..checkpoint.tensors import Tensor, is_contiguous
 from ..files.sources import Computed
 from ..formats.names.hf import ADAPTER_CONFIG
 from ..formats.opening import CheckpointOrPath, as_checkpoint, opened, takes_path
 from ..formats.planning import blaming_damage
 from ..pickles.nodes import Ref
-from ..values.elements import storage_reader
 from ..values.numeric import ROUNDED
 from ..values.torch.adapters import AdapterStep, StoredTensor, merged_elements
 from ..values.torch.loads import need_torch
 from .adapter_changes import WeightChange
 from .adapter_names import is_of_pipeline, modules
-from .adapter_settings import BY_PEFT, Adapter, open_adapter, vector
+from .adapter_settings import BY_PEFT, Adapter, open_adapter
 from .adapters import description, weight_changes
 from .model_config import CONFIG, EMBEDDING, HEAD, config_fields
 from .ranks import peft_folder
-from .recompute import Recomputation, one_for_each, quantized_refusal, refuse_bits, tensors_of
+from .recompute import Recomputation, named_tensors, one_for_each, quantized_refusal, refuse_bits
 from .unmerged import merge_step, settings, taken_apart, unmerged
 
 _BEFORE: Final = "merge into the weights before quantization"
@@ -193,11 +190,7 @@ class _Merge:
         self.work = work = Recomputation(base)
         self.path = base.path
         self.config = config_fields(base)
-        self.state_dict = only_one(work.checkpoint, selected(work.checkpoint, key))
-        nodes = work.checkpoint.graph.nodes
-        #: The tensors, and the references of their values, by key.
-        self.refs = {str(nodes[name]): ref for name, ref in self.state_dict.items}
-        self.tensors = tensors_of(work.checkpoint, self.state_dict)
+        self.state_dict, self.refs, self.tensors = named_tensors(work.checkpoint, key)
         if work.quantized and base.container.in_blocks:
             raise quantized_refusal(base, work.quantized, "an adapter cannot be added to these")
         if work.quantized or self.config.get("quantization_config"):
@@ -246,7 +239,21 @@ class _Merge:
                 message = f"{quoted(change.key)} is {dtype}, to which an adapter cannot be added"
                 raise RefusedError(message, path=self.path, next=_BEFORE)
             self.steps.setdefault(change.key, []).append(change.step)
-        return _report(adapter, changes, unused, factor, self.path)
+        whole = {change.key for change in changes if change.step.kind == "copy"}
+        merged = len({change.key for change in changes if change.step.kind != "copy"})
+        added = len({change.key for change in changes if change.added})
+        weight = f" with the weight {factor:g}" if factor != 1 else ""
+        summary = f"{adapter.path}{weight}: merged {merged:,}, replaced {len(whole) - added:,}, "
+        summary += f"{f'added {added:,}, ' if added else ''}unused {sum(unused.values()):,}"
+        where = "the base does not hold that model; merge the adapter into that one too"
+        notes = [f"{pluralize(number, 'tensor')} of {label} not used: {where}" for label, number in unused.items()]
+        name, last = adapter.base_name, os.path.realpath(self.path).split(os.sep)[-2:]
+        if not name and adapter.path != self.path:
+            notes.append("the adapter does not say which base it was trained on")
+        elif adapter.path != self.path and os.path.basename(name.rstrip("/")) not in last:
+            what = "names and shapes fit, but check that it is this base"
+            notes.append(f"the adapter was trained on {quoted(name)}: {what}")
+        return Change("lora-merge", "", len({change.key for change in changes}), 0, summary, tuple(notes))
 
     def _without_equal_head(self, changes: list[WeightChange], heads: Collection[str]) -> list[WeightChange]:
         """Leave out changes of a tied head that gets the same rows as the embedding: it stays tied."""
@@ -280,23 +287,29 @@ class _Merge:
                 raise RefusedError(message, path=self.path, next="untie them first, with transformers")
             self.sources[_NEW_HEAD] = self._embedding
             self.steps[_NEW_HEAD] = [step for step in self.steps[self._embedding] if step.kind == "rows"]
-        work, graph = self.work, self.work.checkpoint.graph
+        work = self.work
         new: dict[str, Ref] = {}
         for key, steps in self.steps.items():
             source = self.sources.get(key, key) or key
-            tensor = vector(self.tensors[source])
             if source in self.refs:
                 refuse_bits(work.checkpoint, self.refs[source], source)
-            piece = self._piece(source, tensor, steps)
+            if source in self.sources:  # the adapter adds it
+                weight = steps[0].tensors[0]._replace(name=source)
+            else:
+                weight = StoredTensor.of(work.checkpoint, source, self.tensors[source])
+            tensor, dtype = weight.view, BY_NAME[weight.view.dtype]
+            if row := max((step.row for step in steps), default=0):
+                if not is_contiguous(tensor):
+                    raise RefusedError(f"{quoted(source)} is not contiguous, and rows of it change", path=self.path)
+                weight = weight._replace(view=tensor._replace(shape=(tensor.numel // row, row), stride=(row, 1)))
+            size = tensor.numel * dtype.itemsize
+            piece = Computed(size, merged_elements, (weight, dtype, tuple(steps), work.width(dtype), 0, size))
             if key in self.refs and self._owns(tensor, {step.kind for step in steps} == {"rows"}):
                 work.replace(work.storage(tensor.storage, key), piece)
             else:
-                new[key] = work.tensor(key, BY_NAME[tensor.dtype], self.tensors[source].shape, piece, tensor.location)
+                new[key] = work.tensor(key, dtype, self.tensors[source].shape, piece, tensor.location)
         if new:
-            held = mapping(graph, self.state_dict.ref) or ()
-            items = [(name, new.pop(str(graph.nodes[name]), ref)) for name, ref in held]
-            items += [(work.editor.add(name), ref) for name, ref in new.items()]
-            work.editor.refill(self.state_dict.ref, items)
+            work.refill(self.state_dict, new)
         untied = any(self.sources.values()) or (self._headless and any(map(HEAD.search, self.sources)))
         edited = work.done(changes, others=adapters)
         return _with_own_head(edited, self.config) if untied else edited
@@ -310,18 +323,6 @@ class _Merge:
         entries = [entry for entry in self.work.checkpoint.survey.tensors if entry.tensor.storage == tensor.storage]
         return whole and full and not self.work.is_pinned(tensor.storage) and (together or len(entries) == 1)
 
-    def _piece(self, source: str, tensor: Tensor, steps: Sequence[AdapterStep]) -> Computed:
-        work, dtype = self.work, BY_NAME[tensor.dtype]
-        added = source in self.sources
-        storage = steps[0].tensors[0].storage if added else storage_reader(work.checkpoint, tensor.storage)
-        size = prod(tensor.shape) * dtype.itemsize
-        row = max((step.row for step in steps), default=0)
-        if row and not is_contiguous(tensor):
-            raise RefusedError(f"{quoted(source)} is not contiguous, and rows of it change", path=self.path)
-        view = tensor._replace(shape=(tensor.numel // row, row), stride=(row, 1)) if row else tensor
-        weight = StoredTensor(source, storage, view)
-        return Computed(size, merged_elements, (weight, dtype, tuple(steps), work.width(dtype), 0, size))
-
 
 def _with_own_head(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     """Note that the head is no longer tied to the embedding, and say so in ``config.json``, if there is one."""
@@ -334,22 +335,3 @@ def _with_own_head(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpo
         untied["text_config"] = {**inner, _TIED: False}
     text = json.dumps(untied, indent=2, ensure_ascii=False) + "\n"
     return checkpoint.replace(companions={**checkpoint.companions, CONFIG: text.encode()})
-
-
-def _report(
-    adapter: Adapter, changes: Sequence[WeightChange], unused: Mapping[str, int], factor: float, path: str
-) -> Change:
-    whole = {change.key for change in changes if change.step.kind == "copy"}
-    merged = len({change.key for change in changes if change.step.kind != "copy"})
-    added = len({change.key for change in changes if change.added})
-    weight = f" with the weight {factor:g}" if factor != 1 else ""
-    summary = f"{adapter.path}{weight}: merged {merged:,}, replaced {len(whole) - added:,}, "
-    summary += f"{f'added {added:,}, ' if added else ''}unused {sum(unused.values()):,}"
-    where = "the base does not hold that model; merge the adapter into that one too"
-    notes = [f"{pluralize(number, 'tensor')} of {label} not used: {where}" for label, number in unused.items()]
-    name = adapter.base_name
-    if not name and adapter.path != path:
-        notes.append("the adapter does not say which base it was trained on")
-    elif adapter.path != path and os.path.basename(name.rstrip("/")) not in os.path.realpath(path).split(os.sep)[-2:]:
-        notes.append(f"the adapter was trained on {quoted(name)}: names and shapes fit, but check that it is this base")
-    return Change("lora-merge", "", len({change.key for change in changes}), 0, summary, tuple(notes))

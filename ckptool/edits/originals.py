@@ -16,9 +16,8 @@ from ..checkpoint.survey import TensorEntry
 from ..files.sources import Computed
 from ..pickles.nodes import Ref
 from ..values.dequantized import Dequantization, dequantized, rearranged
-from ..values.elements import storage_reader, swapped
+from ..values.elements import swapped
 from ..values.torch.adapters import StoredTensor
-from .adapter_settings import vector
 from .recompute import Recomputation, refuse_blocks
 
 
@@ -60,7 +59,7 @@ def _made(work: Recomputation, entry: TensorEntry, original: Original) -> Ref:
     tensor, shape, block = entry.tensor, entry.tensor.shape, is_block(entry.tensor.dtype)
     if not (block or original.heads or original.added or original.part >= 0):
         return entry.ref
-    stored = StoredTensor(entry.path, storage_reader(work.checkpoint, tensor.storage), vector(tensor))
+    stored = StoredTensor.of(work.checkpoint, entry.path, tensor)
     if original.part >= 0:
         stored, shape = stored.rows(original.part, 1), shape[1:]
     dtype = BY_NAME["float32" if block or original.added else tensor.dtype]

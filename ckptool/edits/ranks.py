@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from math import prod, sqrt
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from ..base.dtypes import BY_NAME
 from ..base.errors import RefusedError, TargetError
@@ -25,33 +25,28 @@ from ..base.lazy import regex
 from ..base.steps import AnyStep, command, option
 from ..base.text import join_limited, pluralize, quoted, shape_text
 from ..checkpoint.checkpoint import Change, Checkpoint, Target, Tied
-from ..checkpoint.objects import mapping
-from ..checkpoint.selection import dotted, normal_path, only_one, selected
+from ..checkpoint.selection import dotted, normal_path
+from ..checkpoint.tensors import Tensor
 from ..files.sources import Computed, FolderSource
 from ..formats.opening import CheckpointOrPath, as_checkpoint, takes_path
 from ..formats.planning import blaming_damage
 from ..pickles.nodes import Ref
-from ..values.elements import storage_reader, swapped
+from ..values.elements import swapped
 from ..values.numeric import ROUNDED
 from ..values.torch.adapters import StoredTensor
 from ..values.torch.compute import cast_elements, rounded_number
 from ..values.torch.loads import need_torch
 from ..values.torch.low_rank import PARTS, Difference, LowRank, Pair, Product, factor_elements, singular_values
-from .adapter_names import DOWN, PEFT_PREFIX, UP
-from .adapter_settings import ALPHAS, CONFIG, RANKS, Adapter, check_product, open_adapter, product_scale, vector
+from .adapter_names import DOWN, PEFT_PREFIX, TABLE, UP
+from .adapter_settings import ALPHAS, CONFIG, RANKS, open_adapter
 from .cast import check_dtype
 from .model_config import EMBEDDING, HEAD, LOOKUP
-from .recompute import Recomputation, has_arithmetic, quantized_refusal, refuse_bits, tensors_of
+from .recompute import Recomputation, has_arithmetic, named_tensors, quantized_refusal, refuse_bits
 
 #: Texts of a header that another rank or layout makes wrong: hashes, and the settings that diffusers reads.
-STALE: Final = ("sshs_model_hash", "sshs_legacy_hash", "lora_adapter_metadata")
+STALE: Final[Sequence[str]] = TABLE["header"]["stale"]
 #: PEFT's settings for an adapter that has none.
-NEW_SETTINGS: Final[Mapping[str, Any]] = MappingProxyType(
-    {
-        **{"peft_type": "LORA", "task_type": None, "base_model_name_or_path": None, "inference_mode": True},
-        **{"bias": "none", "fan_in_fan_out": False, "lora_dropout": 0.0},
-    }
-)
+NEW_SETTINGS: Final[Mapping[str, Any]] = TABLE["new settings"]
 #: PEFT's names of the two matrices of a module, and of an embedding.
 _MATRICES: Final = (UP, DOWN), ("lora_embedding_B", "lora_embedding_A")
 #: GPT-2's modules whose weight has a row for each input; others with these names have one for each output.
@@ -78,30 +73,32 @@ def parse_part(text: str | float) -> float:
 # -- the matrices and the folder of a LoRA
 
 
-class _Made(dict[str, LowRank]):
-    """The modules of an edit that get two matrices of a low rank."""
+#: The modules of an edit that get two matrices of a low rank.
+_Made: TypeAlias = dict[str, LowRank]
 
-    def add(
-        self, work: Recomputation, module: str, source: Difference | Product, rank: int, dtype: str, factor: float = 1.0
-    ) -> tuple[Ref, Ref]:
-        """Add the matrices of a module to the edit; return B and A."""
-        own, (rows, *inner) = BY_NAME[dtype], source.shape
-        self[module] = how = LowRank(source, rank, dtype, work.width(own), factor, Pair())
 
-        def added(which: int, shape: tuple[int, ...]) -> Ref:
-            piece = Computed(prod(shape) * own.itemsize, factor_elements, (how, which))
-            return work.tensor(f"{module}.{'BA'[which]}", own, shape, piece)
+def _add(made: _Made, work: Recomputation, module: str, how: LowRank) -> tuple[Ref, Ref]:
+    """Add the two matrices of a module to an edit; return B and A."""
+    made[module] = how
+    dtype, (rows, *inner) = BY_NAME[how.dtype], how.source.shape
+    shapes = (rows, how.rank, *(1 for _ in inner[1:])), (how.rank, *inner)
+    b, a = (
+        work.tensor(
+            f"{module}.{'BA'[n]}", dtype, shape, Computed(prod(shape) * dtype.itemsize, factor_elements, (how, n))
+        )
+        for n, shape in enumerate(shapes)
+    )
+    return b, a
 
-        return added(0, (rows, rank, *(1 for _ in inner[1:]))), added(1, (rank, *inner))
 
-    def kept(self, edit: str) -> list[Change]:
-        """Return a change for each module, with the part of the norm that it keeps, the smallest part first."""
-        found = sorted(self.items(), key=lambda item: item[1].pair.value)
-        parts = (f"{how.pair.value * 100 // (PARTS // 100) / 100:g}%" for _, how in found)
-        return [
-            Change(edit, module, how.rank, 0, f"rank {how.rank:,} keeps {part} of the norm")
-            for (module, how), part in zip(found, parts)
-        ]
+def _kept(made: _Made, edit: str) -> list[Change]:
+    """Return a change for each module, with the part of the norm that it keeps, the smallest part first."""
+    found = sorted(made.items(), key=lambda item: item[1].pair.value)
+    parts = (f"{how.pair.value * 100 // (PARTS // 100) / 100:g}%" for _, how in found)
+    return [
+        Change(edit, module, how.rank, 0, f"rank {how.rank:,} keeps {part} of the norm")
+        for (module, how), part in zip(found, parts)
+    ]
 
 
 def rank_settings(ranks: Mapping[str, int], alphas: Mapping[str, float]) -> dict[str, Any]:
@@ -188,7 +185,7 @@ def extract_lora(
     base = as_checkpoint(base)
     dtype = "float32" if to_dtype is None else _dtype_to_write(to_dtype)
     with blaming_damage(base):
-        return _Extraction(_Side(tuned, key), _Side(base, key), rank, dtype).done(Globs(include, exclude))
+        return _extracted(_Side(tuned, key), _Side(base, key), rank, dtype, Globs(include, exclude))
 
 
 class _Side:
@@ -199,12 +196,9 @@ class _Side:
         self.path = checkpoint.path
         if key is not None and all(item.path != normal_path(key) for item in checkpoint.state_dicts):
             key = None  # the path is for the other model
-        state_dict = only_one(work.checkpoint, selected(work.checkpoint, key))
+        _, self.refs, self.tensors = named_tensors(work.checkpoint, key)
         if work.quantized:
             raise quantized_refusal(work.checkpoint, work.quantized, "they have no difference as numbers")
-        nodes = work.checkpoint.graph.nodes
-        self.refs = {str(nodes[name]): ref for name, ref in state_dict.items}
-        self.tensors = tensors_of(work.checkpoint, state_dict)
 
     def stored(self, name: str) -> StoredTensor:
         """Return a tensor as plain data; raise RefusedError if it has no plain values."""
@@ -212,7 +206,7 @@ class _Side:
         if tensor.kind != "dense" or not tensor.storage or tensor.location == "meta" or tensor.dtype not in BY_NAME:
             raise RefusedError(f"{quoted(name)} has no plain values ({tensor.kind}, {tensor.location})", path=self.path)
         refuse_bits(self.work.checkpoint, self.refs[name], name)
-        return StoredTensor(name, storage_reader(self.work.checkpoint, tensor.storage), vector(tensor))
+        return StoredTensor.of(self.work.checkpoint, name, tensor)
 
     def is_redundant(self, name: str) -> bool:
         """Return whether a tensor is a copy of the embedding, to which the model ties its head, or a known buffer."""
@@ -254,93 +248,78 @@ def _differs(tuned: StoredTensor, base: StoredTensor) -> bool:
     return cast_elements(base.values, *dtypes)[0] != tuned.values
 
 
-class _Extraction:
-    """The adapter that is made of two models."""
-
-    def __init__(self, tuned: _Side, base: _Side, rank: int, dtype: str) -> None:
-        self.tuned, self.base, self.rank, self.dtype = tuned, base, rank, dtype
-        attention = [t.shape for name, t in tuned.tensors.items() if name.endswith(".c_attn.weight")]
-        #: Whether the weights of GPT-2 have a row for each input.
-        self.by_input = bool(attention) and all(len(shape) == 2 and shape[1] == 3 * shape[0] for shape in attention)
-        self.made = _Made()
-        self.whole: list[str] = []
-
-    def done(self, only: Globs) -> Checkpoint:
-        """Plan the matrices, and return the adapter."""
-        tuned, base, work = self.tuned, self.base, self.tuned.work
-        names = _common(tuned, base, dotted(only, work.checkpoint, base.work.checkpoint))
-        differing = [name for name in names if _differs(tuned.stored(name), base.stored(name))]
-        if not differing:
-            what = f"its values equal those of {base.path}: there is no difference to extract"
-            raise RefusedError(what, path=tuned.path)
-        norms = {name for name, t in tuned.tensors.items() if name.endswith(".weight") and len(t.shape) == 1}
-        items: list[tuple[str, Ref]] = []
-        unfit = []
-        for name in differing:
-            module, _, last = name.rpartition(".")
-            shape = tuned.tensors[name].shape
-            if last == "weight" and 2 <= len(shape) <= 5 and min(shape[0], prod(shape[1:])) > 1 and shape[1] > 1:
-                items += self._low_rank(module, name)
-            elif last in ("weight", "bias") or f"{module}.weight" in norms:
-                self.whole.append(name)
-            else:
-                unfit.append(name)
-        if unfit:
-            what = f"{pluralize(len(unfit), 'tensor')} cannot be part of a LoRA in PEFT's layout: {_listed(unfit)}"
-            raise RefusedError(what, path=tuned.path, next=f"leave out: {option('exclude', unfit[0])}")
-        if not self.made:
-            what = f"only biases and norms differ, such as {quoted(self.whole[0])}: there is nothing for a LoRA"
-            step = "merge them: " + command("merge", base.path, tuned.path, output="merged")
-            raise RefusedError(what, path=tuned.path, next=step)
-        for name in self.whole:
-            module, _, last = name.rpartition(".")
-            own = f"{module}.base_layer.{last}" if module in self.made else name
-            items.append((PEFT_PREFIX + own, tuned.refs[name]))
-        what = f"{pluralize(len(self.made), 'module')} with a LoRA of rank {self.rank:,} at most, alpha as the rank"
-        change = Change("lora-extract", "", len(self.made), 0, what, (*self._notes(tuned.tensors.keys() - {*names}),))
-        edited = work.checkpoint.changed(
-            work.editor.done(work.editor.mapping(items)),
-            [change],
-            work.added,
-            needs_relayout=True,
-            others=(base.work.checkpoint,),
-            deferred_changes=(partial(self.made.kept, "lora-extract"),),
-        )
-        return peft_folder(edited, self._settings(), of_model=True)
-
-    def _low_rank(self, module: str, name: str) -> list[tuple[str, Ref]]:
-        """Add the matrices of a module; return them under PEFT's names."""
-        tuned, base = self.tuned.stored(name), self.base.stored(name)
-        if not all(has_arithmetic(each.view) for each in (tuned, base)):
-            raise RefusedError(f"{quoted(name)} is {tuned.view.dtype}, and has no difference", path=self.tuned.path)
-        lookup = len(tuned.view.shape) == 2 and bool(LOOKUP.search(module))
-        source = Difference(tuned, base, lookup or (self.by_input and bool(_BY_INPUT.search(module))))
-        rank = min(self.rank, source.shape[0], prod(source.shape[1:]))
-        pairs = zip(_MATRICES[lookup], self.made.add(self.tuned.work, module, source, rank, self.dtype))
-        return sorted((f"{PEFT_PREFIX}{module}.{end}", ref) for end, ref in pairs)
-
-    def _settings(self) -> dict[str, Any]:
-        """Return the settings of PEFT; targets are the last parts of names where these select the same modules."""
-        matrices = (name for name, t in self.base.tensors.items() if name.endswith(".weight") and len(t.shape) > 1)
-        modules = (name.removesuffix(".weight") for name in matrices)
-        unchanged = {each.rpartition(".")[2] for each in modules if each not in self.made}
-        last = {module: module.rpartition(".")[2] for module in self.made}
-        saved = dict.fromkeys(name.rpartition(".")[0] for name in self.whole if not name.endswith(".bias"))
-        biased = any(name.endswith(".bias") and name.rpartition(".")[0] not in saved for name in self.whole)
-        ranks = {module: how.rank for module, how in self.made.items()}
-        targets = {module if end.isdigit() or end in unchanged else end for module, end in last.items()}
-        own: dict[str, Any] = {"bias": "all" if biased else "none", "fan_in_fan_out": self.by_input}
-        own |= {"target_modules": sorted(targets), "modules_to_save": list(saved) or None}
-        return {**NEW_SETTINGS, **own, **rank_settings(ranks, ranks)}
-
-    def _notes(self, left_out: Collection[str]) -> Iterator[str]:
-        if self.whole:
-            yield f"stored whole: {_listed(self.whole)}"
-        if left_out:
-            yield f"not compared: {_listed(sorted(left_out))}"
-        changed = any(EMBEDDING.search(f"{module}.weight") for module in self.made)
-        if changed and not any(map(HEAD.search, self.tuned.tensors)):
-            yield "a head that is tied to the embedding changes only if the merge keeps it tied"
+def _extracted(tuned: _Side, base: _Side, rank: int, dtype: str, only: Globs) -> Checkpoint:
+    """Plan the matrices of an adapter, and return it."""
+    work = tuned.work
+    names = _common(tuned, base, dotted(only, work.checkpoint, base.work.checkpoint))
+    differing = [name for name in names if _differs(tuned.stored(name), base.stored(name))]
+    if not differing:
+        what = f"its values equal those of {base.path}: there is no difference to extract"
+        raise RefusedError(what, path=tuned.path)
+    norms = {name for name, t in tuned.tensors.items() if name.endswith(".weight") and len(t.shape) == 1}
+    attention = [t.shape for name, t in tuned.tensors.items() if name.endswith(".c_attn.weight")]
+    # Whether the weights of GPT-2 have a row for each input.
+    by_input = bool(attention) and all(len(shape) == 2 and shape[1] == 3 * shape[0] for shape in attention)
+    made: _Made = {}
+    items: list[tuple[str, Ref]] = []
+    whole, unfit = list[str](), list[str]()
+    for name in differing:
+        module, _, last = name.rpartition(".")
+        shape = tuned.tensors[name].shape
+        if last == "weight" and 2 <= len(shape) <= 5 and min(shape[0], prod(shape[1:])) > 1 and shape[1] > 1:
+            pair = tuned.stored(name), base.stored(name)
+            if not all(has_arithmetic(each.view) for each in pair):
+                raise RefusedError(f"{quoted(name)} is {pair[0].view.dtype}, and has no difference", path=tuned.path)
+            lookup = len(shape) == 2 and bool(LOOKUP.search(module))
+            source = Difference(*pair, lookup or (by_input and bool(_BY_INPUT.search(module))))
+            most = min(rank, source.shape[0], prod(source.shape[1:]))
+            how = LowRank(source, most, dtype, work.width(BY_NAME[dtype]), 1.0, Pair())
+            matrices = zip(_MATRICES[lookup], _add(made, work, module, how))
+            items += sorted((f"{PEFT_PREFIX}{module}.{end}", ref) for end, ref in matrices)
+        else:
+            (whole if last in ("weight", "bias") or f"{module}.weight" in norms else unfit).append(name)
+    if unfit:
+        what = f"{pluralize(len(unfit), 'tensor')} cannot be part of a LoRA in PEFT's layout: {_listed(unfit)}"
+        raise RefusedError(what, path=tuned.path, next=f"leave out: {option('exclude', unfit[0])}")
+    if not made:
+        what = f"only biases and norms differ, such as {quoted(whole[0])}: there is nothing for a LoRA"
+        step = "merge them: " + command("merge", base.path, tuned.path, output="merged")
+        raise RefusedError(what, path=tuned.path, next=step)
+    for name in whole:
+        module, _, last = name.rpartition(".")
+        own = f"{module}.base_layer.{last}" if module in made else name
+        items.append((PEFT_PREFIX + own, tuned.refs[name]))
+    notes = [f"stored whole: {_listed(whole)}"] if whole else []
+    if left_out := sorted(tuned.tensors.keys() - {*names}):
+        notes.append(f"not compared: {_listed(left_out)}")
+    if any(EMBEDDING.search(f"{module}.weight") for module in made) and not any(map(HEAD.search, tuned.tensors)):
+        notes.append("a head that is tied to the embedding changes only if the merge keeps it tied")
+    what = f"{pluralize(len(made), 'module')} with a LoRA of rank {rank:,} at most, alpha as the rank"
+    edited = work.checkpoint.changed(
+        work.editor.done(work.editor.mapping(items)),
+        [Change("lora-extract", "", len(made), 0, what, tuple(notes))],
+        work.added,
+        needs_relayout=True,
+        others=(base.work.checkpoint,),
+        deferred_changes=(partial(_kept, made, "lora-extract"),),
+    )
+    # PEFT's targets are the last parts of names where these select the same modules.
+    matrices_of_base = (name for name, t in base.tensors.items() if name.endswith(".weight") and len(t.shape) > 1)
+    others = (module for name in matrices_of_base if (module := name.removesuffix(".weight")) not in made)
+    unchanged = {module.rpartition(".")[2] for module in others}
+    ends = {module: module.rpartition(".")[2] for module in made}
+    saved = dict.fromkeys(name.rpartition(".")[0] for name in whole if not name.endswith(".bias"))
+    biased = any(name.endswith(".bias") and name.rpartition(".")[0] not in saved for name in whole)
+    ranks = {module: how.rank for module, how in made.items()}
+    settings = {
+        **NEW_SETTINGS,
+        "bias": "all" if biased else "none",
+        "fan_in_fan_out": by_input,
+        "target_modules": sorted({each if end.isdigit() or end in unchanged else end for each, end in ends.items()}),
+        "modules_to_save": list(saved) or None,
+        **rank_settings(ranks, ranks),
+    }
+    return peft_folder(edited, settings, of_model=True)
 
 
 # -- resize
@@ -376,86 +355,67 @@ def resize_lora(
         what = f"only LoRA has a rank that can change, and it is {kind if kind != 'LORA' else 'one of experts'}"
         raise found.refusal(what)
     need_torch("computing a low rank", adapter.path)
-    resizing = _Resizing(found, rank, part, dtype)
-    for model in found.modules():
-        for module, keys in model.parts.items():
-            for ends in _MATRICES:
-                if any(end in keys for end in ends):
-                    label = f"{model.label}.{module}" if model.label else module
-                    resizing.add(found.of(model), module, label, keys, ends)
-    return resizing.done()
+    work = Recomputation(found.checkpoint)
+    made: _Made = {}
+    new: dict[str, Ref] = {}
+    before: list[int] = []
+    alphas: dict[str, float] = {}
+    models = ((model, *item) for model in found.modules() for item in model.parts.items())
+    for model, module, keys in models:
+        for ends in _MATRICES:
+            if not any(end in keys for end in ends):
+                continue
+            own = found.of(model)
+            if lacking := next((end for end in ends if end not in keys), ""):
+                raise own.refusal(f"{quoted(module)} has no {lacking}: the file is incomplete")
+            own.check_product(keys[ends[1]], keys[ends[0]])
+            product = Product(*(own.stored(keys[end]) for end in ends))
+            written = dtype or product.a.view.dtype
+            if written not in ROUNDED:
+                step = "choose the dtype of the result: `--to-dtype bfloat16`"
+                raise own.refusal(f"{quoted(product.a.name)} is {written}", step)
+            label = f"{model.label}.{module}" if model.label else module
+            factor, most = own.product_scale(module, keys), rank if part is None else _enough(product, part, rank)
+            alphas[label], fold = factor * (sqrt(most) if own.is_set("use_rslora") else most), 1.0
+            if key := keys.get("alpha", ""):
+                new[key], fold = _new_alpha(work, key, own.tensors[key], alphas[label])
+            elif own.of_pipeline:
+                alphas[label], fold = most, factor
+            before.append(product.a.view.shape[0])
+            how = LowRank(product, most, written, work.width(BY_NAME[written]), fold, Pair())
+            new |= zip((keys[end] for end in ends), _add(made, work, label, how))
+    if not made:
+        raise found.refusal("it has no product of two matrices")
+    state_dict, refs, _ = named_tensors(work.checkpoint, None)
+    prefix = "" if found.of_pipeline else PEFT_PREFIX
+    work.refill(state_dict, {key: new[bare] for key in refs if (bare := key.removeprefix(prefix)) in new})
+    ranks = {module: how.rank for module, how in made.items()}
+    what = f"{pluralize(len(ranks), 'module')} resized: rank {_span(before)} -> {_span(ranks.values())}"
+    change = Change("lora-resize", "", len(ranks), 0, what)
+    edited = work.done([change], deferred_changes=(partial(_kept, made, "lora-resize"),))
+    texts = {name: text for name, text in edited.metadata.items() if name not in STALE}
+    texts |= stated(texts, ranks, alphas)
+    if found.of_pipeline:
+        return edited.replace(texts=texts) if texts != edited.metadata else edited
+    return peft_folder(edited, {**found.config, **rank_settings(ranks, alphas)}, texts)
 
 
-class _Resizing:
-    """An adapter whose modules get other ranks."""
+def _enough(product: Product, part: float, most: int) -> int:
+    """Return the smallest rank of a product that keeps this part of its norm, at most ``most`` unless that is 0."""
+    squares = [*accumulate(value * value for value in singular_values(product))]
+    # A part of 1 is reached within the rounding of float64.
+    wanted = squares[-1] * part**2 * (1 - 1e-12)
+    enough = next(count for count, square in enumerate(squares, 1) if square >= wanted)
+    return min(enough, most or enough)
 
-    def __init__(self, adapter: Adapter, rank: int, keep: float | None, dtype: str) -> None:
-        self.adapter, self.rank, self.keep, self.dtype = adapter, rank, keep, dtype
-        self.work = Recomputation(adapter.checkpoint)
-        self.made = _Made()
-        self.new: dict[str, Ref] = {}
-        self.before: list[int] = []
-        self.alphas: dict[str, float] = {}
 
-    def add(self, adapter: Adapter, module: str, label: str, keys: Mapping[str, str], ends: tuple[str, str]) -> None:
-        """Add the matrices of a module, whose parts are called ``ends``; ``label`` is its name in reports."""
-        if lacking := next((end for end in ends if end not in keys), ""):
-            raise adapter.refusal(f"{quoted(module)} has no {lacking}: the file is incomplete")
-        check_product(adapter, keys[ends[1]], keys[ends[0]])
-        product = Product(*(adapter.stored(keys[end]) for end in ends))
-        dtype = self.dtype or product.a.view.dtype
-        if dtype not in ROUNDED:
-            step = "choose the dtype of the result: `--to-dtype bfloat16`"
-            raise adapter.refusal(f"{quoted(product.a.name)} is {dtype}", step)
-        factor, rank = product_scale(adapter, module, keys), self._rank(product)
-        alpha, fold = factor * (sqrt(rank) if adapter.is_set("use_rslora") else rank), 1.0
-        if key := keys.get("alpha", ""):
-            fold = self._with_alpha(key, alpha)
-        elif adapter.of_pipeline:
-            fold, alpha = factor, rank
-        self.alphas[label] = alpha
-        self.before.append(product.a.view.shape[0])
-        self.new |= zip((keys[end] for end in ends), self.made.add(self.work, label, product, rank, dtype, fold))
-
-    def _rank(self, product: Product) -> int:
-        """Return the new rank of a product: the given one, or the smallest that keeps the part of the norm."""
-        if self.keep is None:
-            return self.rank
-        squares = [*accumulate(value * value for value in singular_values(product))]
-        # A part of 1 is reached within the rounding of float64.
-        wanted = squares[-1] * self.keep**2 * (1 - 1e-12)
-        enough = next(count for count, square in enumerate(squares, 1) if square >= wanted)
-        return min(enough, self.rank or enough)
-
-    def _with_alpha(self, key: str, alpha: float) -> float:
-        """Replace the alpha of a module; return the factor for the matrices that makes up for its rounding."""
-        tensor = self.adapter.tensors[key]
-        dtype = BY_NAME[tensor.dtype]
-        data, stored = rounded_number(alpha, dtype.name)
-        if alpha and not stored:
-            data, stored = rounded_number(1.0, dtype.name)
-        self.new[key] = self.work.tensor(key, dtype, tensor.shape, swapped(data, self.work.width(dtype)))
-        return alpha / stored if alpha else 1.0
-
-    def done(self) -> Checkpoint:
-        """Plan the tensors, and return the adapter."""
-        work, adapter = self.work, self.adapter
-        if not self.made:
-            raise adapter.refusal("it has no product of two matrices")
-        state_dict = only_one(work.checkpoint, selected(work.checkpoint, None))
-        nodes, prefix = work.checkpoint.graph.nodes, "" if adapter.of_pipeline else PEFT_PREFIX
-        held = mapping(work.checkpoint.graph, state_dict.ref) or ()
-        items = [(name, self.new.get(str(nodes[name]).removeprefix(prefix), ref)) for name, ref in held]
-        work.editor.refill(state_dict.ref, items)
-        ranks = {module: how.rank for module, how in self.made.items()}
-        what = f"{pluralize(len(ranks), 'module')} resized: rank {_span(self.before)} -> {_span(ranks.values())}"
-        change = Change("lora-resize", "", len(ranks), 0, what)
-        edited = work.done([change], deferred_changes=(partial(self.made.kept, "lora-resize"),))
-        texts = {name: text for name, text in edited.metadata.items() if name not in STALE}
-        texts |= stated(texts, ranks, self.alphas)
-        if adapter.of_pipeline:
-            return edited.replace(texts=texts) if texts != edited.metadata else edited
-        return peft_folder(edited, {**adapter.config, **rank_settings(ranks, self.alphas)}, texts)
+def _new_alpha(work: Recomputation, key: str, tensor: Tensor, alpha: float) -> tuple[Ref, float]:
+    """Return the new alpha of a module, and the factor for its matrices that makes up for the rounding."""
+    dtype = BY_NAME[tensor.dtype]
+    data, stored = rounded_number(alpha, dtype.name)
+    if alpha and not stored:
+        data, stored = rounded_number(1.0, dtype.name)
+    return work.tensor(key, dtype, tensor.shape, swapped(data, work.width(dtype))), alpha / stored if alpha else 1.0
 
 
 def _span(numbers: Collection[int]) -> str:

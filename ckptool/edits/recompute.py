@@ -6,7 +6,7 @@ held by something else stay unchanged, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from math import isfinite, prod
@@ -26,7 +26,7 @@ from ..checkpoint.graph_editor import GraphEditor, without_views
 from ..checkpoint.objects import mapped_name, mapping
 from ..checkpoint.paths import within
 from ..checkpoint.quantized import Quantization, quantization
-from ..checkpoint.selection import dotted, selected
+from ..checkpoint.selection import dotted, only_one, selected
 from ..checkpoint.survey import StateDict, TensorEntry
 from ..checkpoint.tensors import Storage, Tensor, TensorReader, contiguous_strides, is_sharded, view_id
 from ..files.sources import Computed, Piece, size_of
@@ -302,6 +302,13 @@ class Recomputation:
         self.added[key] = StorageData(piece, prod(shape) * dtype.itemsize)
         return self.editor.tensor(contiguous(dtype, shape, key)._replace(location=location, requires_grad=grad))
 
+    def refill(self, state_dict: StateDict, new: Mapping[str, Ref]) -> None:
+        """Give a state dict other values for these keys, at the end for keys that it lacks."""
+        graph, left = self.checkpoint.graph, dict(new)
+        held = mapping(graph, state_dict.ref) or ()
+        items = [(name, left.pop(str(graph.nodes[name]), ref)) for name, ref in held]
+        self.editor.refill(state_dict.ref, [*items, *((self.editor.add(name), ref) for name, ref in left.items())])
+
     def free_key(self, name: str) -> str:
         """Return ``name``, or a longer key if another storage has it."""
         number = 0
@@ -439,6 +446,12 @@ def tensors_of(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, Tenso
     """Return the tensors of a state dict by key."""
     reader, nodes = checkpoint.survey.reader, checkpoint.graph.nodes
     return {str(nodes[name]): tensor for name, ref in state_dict.items if (tensor := reader.tensor(ref)) is not None}
+
+
+def named_tensors(checkpoint: Checkpoint, key: str | None) -> tuple[StateDict, dict[str, Ref], dict[str, Tensor]]:
+    """Return the state dict at ``key``, or the only one, with its values and its tensors by key."""
+    state_dict, nodes = only_one(checkpoint, selected(checkpoint, key)), checkpoint.graph.nodes
+    return state_dict, {str(nodes[name]): ref for name, ref in state_dict.items}, tensors_of(checkpoint, state_dict)
 
 
 def chosen_storages(checkpoint: Checkpoint, key: str | None, only: Globs) -> set[str]:

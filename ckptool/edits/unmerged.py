@@ -21,7 +21,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.selection import only_one, selected
 from ..files.archives import read_object
 from .adapter_names import PEFT_PREFIX, adapter_key
-from .adapter_settings import BY_PEFT, CHANGES_BASE, CONFIG, adapter_config
+from .adapter_settings import BY_PEFT, CONFIG, adapter_config, changes_base
 from .entries import drop_keys, extract
 from .keys import by_table
 
@@ -131,6 +131,4 @@ def settings(checkpoint: Checkpoint, path: str | os.PathLike[str] | None) -> Map
     config = adapter_config(checkpoint) if path is None else read_object(os.fspath(path))
     if config is None and path is not None:
         raise RefusedError("it is not a JSON object", path=os.fspath(path))
-    start = config and config.get("init_lora_weights")
-    changed = isinstance(start, str) and start.lower().startswith(CHANGES_BASE)
-    return {**config, "init_lora_weights": True} if config and changed else config
+    return {**config, "init_lora_weights": True} if config and changes_base(config) else config

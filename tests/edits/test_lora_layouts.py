@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import ckptool
 from ckptool.base.errors import RefusedError, TargetError
 from ckptool.edits.adapters import description
-from ckptool.edits.lora_modules import LAYOUTS
+from ckptool.edits.lora_layouts import LAYOUTS
 from ckptool.edits.model_config import LOOKUP
 from ckptool.formats.recipes.loras import Family, ModuleRule, families
 

@@ -14,8 +14,9 @@ from typing import Any, Final
 from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import RefusedError
 from ...base.records import NamedTuple
+from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.tensors import Tensor, extent, is_contiguous
-from ..elements import StorageReader, elements, gather, swapped
+from ..elements import StorageReader, elements, gather, storage_reader, swapped
 from .compute import as_bytes
 from .loads import need_torch, one_thread, torch_dtype
 
@@ -34,6 +35,12 @@ class StoredTensor(NamedTuple):
     name: str
     storage: StorageReader
     view: Tensor
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, name: str, tensor: Tensor) -> StoredTensor:
+        """Return a tensor of a checkpoint; one without dimensions gets one with a single element."""
+        view = tensor if tensor.shape else tensor._replace(shape=(1,), stride=(1,))
+        return cls(name, storage_reader(checkpoint, tensor.storage), view)
 
     @property
     def values(self) -> bytes:
