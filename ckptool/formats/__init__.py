@@ -51,7 +51,7 @@ _TWINS: Final = (
 FORMATS: Final[tuple[Format, ...]] = (
     Format("torch-zip", "zip_kinds", lambda head: head.startswith(b"PK")),
     Format(_TAR, "torch.tar_reader", lambda head: is_header(head[:512])),
-    Format("torch-legacy", "torch.legacy_reader", bool),
+    Format("torch-legacy", "torch.legacy_reader", lambda head: head[:1] in b"\x80LI\x8a\x8b("),
     Format("gguf", "gguf.reader", lambda head: head.startswith((b"GGUF", b"\xff" * 8))),
     Format("safetensors", "safetensors.reader", bool),
     Format(BARE_PICKLE, "bare_pickle", lambda head: head[:2] in (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5")),

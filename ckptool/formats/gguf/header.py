@@ -29,8 +29,9 @@ from ...files.sources import Source, refuse_unfinished
 MAGIC: Final = b"GGUF"
 #: The most bytes of a header; vocabularies of 256,000 tokens take 15 MB.
 MAX_HEADER: Final = 256 << 20
-#: Bytes that are read at a time, and bytes that are announced: a remote file takes a request for 4 MiB.
-_STEP, _AHEAD = 256 << 10, 8 << 20
+#: Bytes that are read at a time, bytes that need no announcement, and bytes that are announced after these: a remote
+#: file takes a request for 4 MiB.
+_STEP, _START, _AHEAD = 64 << 10, 256 << 10, 8 << 20
 #: The most bytes of the name of an entry, by docs/gguf.md.
 _MAX_KEY: Final = 65_535
 #: The most entries, tensors, arrays in arrays, and decoded elements; a million tensors would take 2 GB of memory.
@@ -40,11 +41,11 @@ SHORT, _LONG = 1_000, 32 << 20
 #: From Python 3.11 on, a repetition can be possessive, and keeps no positions to go back to.
 _POSSESSIVE: Final = b"+" if sys.version_info >= (3, 11) else b""
 #: So many texts of fewer than 48 bytes, each behind its length: three times as fast as one after the other. Frequent
-#: lengths come first. Up to 16 bytes, repeated dots are faster than a count.
-_MANY: Final = 256
+#: lengths come first. ``_ROOM`` is more than such texts take.
+_MANY, _ROOM = 256, 16 << 10
 _TEXTS: Final = (
-    re.escape(bytes([size])) + rb"\0" * 7 + (b"." * size if size <= 16 else b".{%d}" % size)
-    for size in sorted(range(48), key=lambda size: abs(size - 7))
+    re.escape(bytes([size])) + b"\0{7}%s.{%d}%s" % (_POSSESSIVE, size, _POSSESSIVE)
+    for size in sorted(range(48), key=lambda size: abs(size - 8))
 )
 _SHORT_TEXTS: Final = regex(b"(?:%s){%d}%s" % (b"|".join(_TEXTS), _MANY, _POSSESSIVE), re.DOTALL)
 #: The most levels of arrays in arrays.
@@ -206,7 +207,7 @@ class _Reader:
         self.source, self.order, self.base, self.at = source, order, begin, 0
         self.end = source.size if end < 0 else end
         self.data = source.read(begin, min(_STEP, self.end - begin))
-        self._announced = begin + len(self.data)
+        self._announced = begin + _START
         #: How many elements may be decoded, and arrays in arrays skipped.
         self.decoded = self.nested = _MOST
 
@@ -285,20 +286,18 @@ class _Reader:
                 self.skip(depth + 1, *self.numbers("IQ"))
 
     def _skip_strings(self, count: int) -> None:
-        unpack, at, data = Struct(self.order + "Q").unpack_from, self.at, self.data
-        last = len(data) - 8
+        unpack, last = Struct(self.order + "Q").unpack_from, min(self.end, MAX_HEADER) - _ROOM
         while count:  # half a million in large vocabularies
-            if count >= _MANY and self.order == "<" and (match := _SHORT_TEXTS.match(data, at)):
-                at, count = match.end(), count - _MANY
-                continue
-            for _ in range(min(count, _MANY)):
-                if at > last:
-                    self.at = at
-                    self.need(8)
-                    at, data, last = self.at, self.data, len(self.data) - 8
-                at += 8 + unpack(data, at)[0]
-            count -= min(count, _MANY)
-        self.at = at
+            number = min(count, _MANY)
+            self.need(_ROOM if self.base + self.at <= last else 0)
+            if number == _MANY and self.order == "<" and (match := _SHORT_TEXTS.match(self.data, self.at)):
+                self.at = match.end()
+            else:
+                for _ in range(number):
+                    if self.at + 8 > len(self.data):
+                        self.need(8)
+                    self.at += 8 + unpack(self.data, self.at)[0]
+            count -= number
         self.need(0)
 
     def elements(self, kind: int, count: int) -> list[Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from copy import copy
 from functools import cached_property
 from typing import Any, Final
 
@@ -90,6 +89,8 @@ class GGUF(Container):
         return self._built()
 
     def in_full(self, key: str = "") -> GGUF:
+        from copy import copy  # most commands need none
+
         whole, order = copy(self), self.files[0][1].order
         arrays = {name: value for name, value in self.values.items() if isinstance(value, Array)}
         wanted = {name: value for name, value in arrays.items() if key in ("", ".") or name in key}
