@@ -22,20 +22,14 @@ from .adapter_settings import BY_PEFT, CONFIG, Adapter
 #: The keys of the tensors of one kind, by their parts without ".weight".
 Keys: TypeAlias = Mapping[str, str]
 Shape: TypeAlias = "tuple[int, ...]"
+#: The key of a weight in the base, and the step that changes it.
+WeightChange: TypeAlias = "tuple[str, AdapterStep]"
 
 #: For each kind of adapter, the parts and the shapes of its tensors.
 _FORMS: Final[dict[str, Any]] = TABLE["shapes"]
 #: The most terms of a series, and the PEFT release 0.N that changed the series of OFT.
 _MOST_TERMS: Final = 100
 _SERIES_CHANGED: Final = 18
-
-
-class WeightChange(NamedTuple):
-    """A change of one weight: its key in the base, and the step. ``added`` is true if the base lacks the key."""
-
-    key: str
-    step: AdapterStep
-    added: bool = False
 
 
 class Module(NamedTuple):
@@ -104,9 +98,9 @@ class Module(NamedTuple):
         raise self.adapter.refusal(f"{quoted(key)} changes a weight of {shape_text(shape)}, and {there}")
 
     def change(self, kind: str, keys: Iterable[str], factor: float = 1.0, **how: Any) -> WeightChange:
-        """Return a change of the weight by these tensors."""
+        """Return a change of the weight by these tensors, with ``factor`` times the weight of the adapter."""
         tensors, own = tuple(map(self.adapter.stored, keys)), self.adapter.in_model
-        return WeightChange(self.key, AdapterStep(kind, tensors, factor, in_model=own, **how))
+        return self.key, AdapterStep(kind, tensors, factor * self.weight, in_model=own, **how)
 
 
 def module_changes(module: Module) -> list[WeightChange] | None:
@@ -139,8 +133,7 @@ def _copies(module: Module, keys: Keys) -> Iterator[WeightChange]:
             if any(adapter.stored(key).equals(adapter.stored(name)) for name in others):
                 continue  # the model ties it to one that the base holds
         module.fit(key, module.shape(key), target)
-        added = target not in base and adapter.is_saved(module.name)
-        yield WeightChange(target, AdapterStep("copy", (adapter.stored(key),)), added)
+        yield target, AdapterStep("copy", (adapter.stored(key),))
 
 
 def _lora(module: Module, keys: Keys) -> Iterator[WeightChange]:
@@ -151,7 +144,7 @@ def _lora(module: Module, keys: Keys) -> Iterator[WeightChange]:
     third = {part: form for part, form in _FORMS["third"].items() if part in keys}
     forms = {**_FORMS["embedding" if embedding else "lora"], **third}
     matrices = {part: key for part, key in keys.items() if part != "lora_B.bias"}
-    factor = module.weight * (1 if adaptive else adapter.product_scale(module.name, module.parts))
+    factor = 1.0 if adaptive else adapter.product_scale(module.name, module.parts)
     if matrices:
         if adaptive is not ("lora_E" in third):
             raise adapter.refusal(f"{quoted(module.name)} needs lora_E with AdaLoRA, and cannot have it otherwise")
@@ -169,7 +162,7 @@ def _lora(module: Module, keys: Keys) -> Iterator[WeightChange]:
         if adaptive:
             initial = adapter.number(config.get("init_r", 12), "init_r")
             alpha = adapter.number(config.get("lora_alpha", 8), "lora_alpha")
-            factor *= alpha if alpha > 0 else initial
+            factor = alpha if alpha > 0 else initial
             yield module.change("adalora", tensors, factor, transposed=transposed, rank=int(initial))
         else:
             yield module.change("product", tensors, factor, transposed=transposed, round_first=embedding)
@@ -178,7 +171,7 @@ def _lora(module: Module, keys: Keys) -> Iterator[WeightChange]:
         if target not in module.base:
             raise adapter.refusal(f"it changes the bias of {quoted(module.name)}, which has none in the base")
         module.fit(bias, module.shape(bias), target)
-        yield module.change("sum", (bias,), factor)._replace(key=target)
+        yield target, module.change("sum", (bias,), factor)[1]
 
 
 def _loha(module: Module, keys: Keys) -> Iterator[WeightChange]:
@@ -191,7 +184,7 @@ def _loha(module: Module, keys: Keys) -> Iterator[WeightChange]:
     # One row for each output, as a matrix; a Conv1d has a kernel with a second side of 1.
     matrix = own and shape in ((own[0], prod(own[1:])), (*own, 1) if with_core else own)
     module.fit(keys["hada_w1_a"], own if matrix else shape)
-    factor = module.adapter.scale(module.name, size["r"], "alpha") * module.weight
+    factor = module.adapter.scale(module.name, size["r"], "alpha")
     yield module.change("hadamard", (keys[part] for part in forms), factor)
 
 
@@ -219,8 +212,7 @@ def _lokr(module: Module, keys: Keys) -> Iterator[WeightChange]:
         raise adapter.refusal(f"{quoted(key)} changes a Conv1d, which is not supported", BY_PEFT)
     module.fit(keys[next(iter(first))], shape)
     tensors = (keys[part] for part in (*first, *second))
-    factor = adapter.scale(module.name, rank, "alpha") * module.weight
-    yield module.change("kronecker", tensors, factor, rank=len(first))
+    yield module.change("kronecker", tensors, adapter.scale(module.name, rank, "alpha"), rank=len(first))
 
 
 def _vera(module: Module, keys: Keys) -> Iterator[WeightChange]:
@@ -241,7 +233,7 @@ def _vera(module: Module, keys: Keys) -> Iterator[WeightChange]:
     module.fit(keys["vera_lambda_b"], (inner, out) if transposed else (out, inner))
     b, a, *vectors = (adapter.stored(every[part]) for part in _FORMS["vera"])
     a, b = a._replace(view=a.view._replace(shape=(rank, inner))), b._replace(view=b.view._replace(shape=(out, rank)))
-    yield WeightChange(module.key, AdapterStep("vera", (b, a, *vectors), module.weight, transposed))
+    yield module.key, AdapterStep("vera", (b, a, *vectors), module.weight, transposed)
 
 
 def _boft(module: Module, keys: Keys) -> Iterator[WeightChange]:
@@ -307,7 +299,7 @@ def _ia3(module: Module, keys: Keys) -> Iterator[WeightChange]:
     yield change
     if not forward and bias in module.base:
         module.fit(key, shape[:1], bias)
-        yield WeightChange(bias, change.step._replace(transposed=False))
+        yield bias, change[1]._replace(transposed=False)
 
 
 def _token_rows(module: Module, keys: Keys) -> Iterator[WeightChange]:

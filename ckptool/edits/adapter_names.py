@@ -55,8 +55,11 @@ _PART: Final = regex(
     r"(?:\.(?P<last>weight|bias))?\Z"
 )
 _MATRICES: Final = {"down": "lora_A", "up": "lora_B", "A": "lora_A", "B": "lora_B", "mid": "lora_mid"}
-#: A key of a module that was trained as a whole, in a model with an adapter inside.
+#: In a model with an adapter inside: a key of a module that was trained as a whole, the segments that PEFT puts before
+#: the base's own tensors, and the prefix of all keys.
 _SAVED: Final = regex(r"(?P<module>.+?)\.modules_to_save\.(?P<name>[^.]+)(?P<rest>\..+)\Z")
+_WRAPPED: Final = regex(r"\.(?:token_adapter\.)?base_layer(?=\.)|\.original_module(?=\.)")
+_PREFIX: Final = regex(r"(?:\A|(?<=\.))base_model\.model\.")
 #: Marks the former parameters of a module that was trained as a whole.
 _ORIGINAL: Final = ".original_module."
 #: Modules whose LoRA early versions of diffusers wrote behind the attention, in a U-Net and in a text encoder.
@@ -129,7 +132,40 @@ def modules(
     return [Modules(*which, parts) for which, parts in found.items()]
 
 
-def adapter_key(key: str) -> tuple[str, str] | None:
+class Inside(NamedTuple):
+    """The keys of a model with adapters inside: ``base`` maps the keys of the model to its own names.
+
+    ``adapters`` maps the name of each adapter to its keys, and these to the names that PEFT saves. PEFT keeps the
+    weight of a module ``X`` as ``X.base_layer.weight``, and the matrices as ``X.lora_A.NAME.weight``.
+    ``X.modules_to_save.NAME.weight`` replaces ``X.original_module.weight``.
+    """
+
+    base: Mapping[str, str]
+    adapters: Mapping[str, Mapping[str, str]]
+
+    @property
+    def words(self) -> str:
+        """The names of the adapters."""
+        return join_limited([quoted(name) for name in self.adapters])
+
+
+def inside(keys: Collection[str]) -> Inside | None:
+    """Return the adapters inside a model with these keys, or None."""
+    if not any(".base_layer." in key for key in keys):
+        return None
+    base: dict[str, str] = {}
+    adapters: dict[str, dict[str, str]] = {}
+    for key in keys:
+        bare = _PREFIX.sub("", key, count=1)
+        if found := _adapter_key(bare):
+            adapters.setdefault(found[0], {})[key] = PEFT_PREFIX + found[1]
+        else:
+            base[key] = _WRAPPED.sub("", bare)
+    # A saved adapter has keys without its name. It may hold some tensors of its base.
+    return Inside(base, adapters) if adapters and "" not in adapters else None
+
+
+def _adapter_key(key: str) -> tuple[str, str] | None:
     """Return the name of the adapter ("" if none is in the key) and the key as PEFT saves it, for a key of an adapter
     inside a model; None for a key of the model itself."""
     if saved := _SAVED.match(key):

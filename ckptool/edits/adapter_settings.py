@@ -21,9 +21,10 @@ from ..base.errors import RefusedError
 from ..base.lazy import regex
 from ..base.prefixes import adapter_keys
 from ..base.records import NamedTuple
-from ..base.steps import AnyStep, option
-from ..base.text import cut, join_limited, quoted
+from ..base.steps import AnyStep, NextStep, as_step, command, option, suggested_output
+from ..base.text import cut, join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.selection import only_one, selected
 from ..checkpoint.tensors import Tensor
 from ..files.archives import parsed_object, read_object
 from ..files.folders import open_folder
@@ -33,7 +34,10 @@ from ..formats.opening import CheckpointOrPath, as_checkpoint
 from ..formats.rank_part import GATHER, empty_weights
 from ..values.numeric import to_numbers
 from ..values.torch.adapters import StoredTensor
-from .adapter_names import DOWN, PEFT_PREFIX, TABLE, UNKNOWN, WITH_DIFFUSERS, Modules, Parts, is_of_pipeline, modules
+from . import adapter_names
+from .adapter_names import DOWN, PEFT_PREFIX, TABLE, UNKNOWN, WITH_DIFFUSERS, Inside, Modules, Parts
+from .entries import drop_keys, extract
+from .keys import by_table
 from .recompute import refuse_bits
 
 CONFIG: Final = ADAPTER_CONFIG
@@ -73,24 +77,14 @@ class Adapter(NamedTuple):
     in_model: bool = False
 
     @property
-    def path(self) -> str:
-        """The path of the adapter."""
-        return self.checkpoint.path
-
-    @property
     def base_name(self) -> str:
         """The name of the base that the settings give, or ""."""
         name = self.config.get("base_model_name_or_path")
         return name if isinstance(name, str) else ""
 
-    @property
-    def has_parameters(self) -> bool:
-        """Whether it also changes parameters that are no modules, such as the experts of a layer in one tensor."""
-        return bool(self.config.get("target_parameters"))
-
     def refusal(self, message: str, step: AnyStep = "") -> RefusedError:
         """Return an error about the adapter."""
-        return RefusedError(message, path=self.path, next=step)
+        return RefusedError(message, path=self.checkpoint.path, next=step)
 
     def is_set(self, name: str) -> bool:
         """Return whether a setting is true."""
@@ -114,7 +108,9 @@ class Adapter(NamedTuple):
         prefix, way = ("", WITH_DIFFUSERS) if self.of_pipeline else (PEFT_PREFIX, BY_PEFT)
         way = way if to_merge else "give the file of the adapter alone"
         try:
-            found = modules(self.tensors, prefix, lambda one, other: self.stored(one).equals(self.stored(other)))
+            found = adapter_names.modules(
+                self.tensors, prefix, lambda one, key: self.stored(one).equals(self.stored(key))
+            )
         except RefusedError as error:
             raise self.refusal(error.what, error.step or way) from error
         for part, key in (item for model in found for parts in model.parts.values() for item in parts.items()):
@@ -265,7 +261,7 @@ def open_adapter(
     found = {entry.key: entry.tensor for entry in checkpoint.survey.tensors}
     if len({key.removeprefix(PEFT_PREFIX) for key in found}) < len(checkpoint.survey.tensors):
         raise RefusedError("two of its tensors have the same name", path=checkpoint.path)
-    if is_of_pipeline(found.keys()):
+    if adapter_names.is_of_pipeline(found.keys()):
         config = {"base_model_name_or_path": base_in_header(checkpoint)}
         adapter = Adapter(checkpoint, config, found, of_pipeline=True, alpha=alpha)
         adapter.check_tensors()
@@ -274,7 +270,15 @@ def open_adapter(
     given = config or adapter_config(checkpoint) or _config_of_header(checkpoint, found.keys(), alpha)
     adapter = Adapter(checkpoint, given or {}, tensors)
     if given is None:
-        raise _without_config(adapter)
+        if any(map(_OTHERS.search, tensors)):
+            what = "it has the names of mlx or torchtune, and only adapters of PEFT, kohya and diffusers can be merged"
+            raise adapter.refusal(what, "merge it with the library that trained it")
+        what = f"there is no {CONFIG} beside it, and"
+        if not adapter_keys(tensors):
+            raise adapter.refusal(f"it is not an adapter: {what} no name of an adapter in it")
+        way = f"put its {CONFIG} into the same folder, name it with `--config FILE` if the command has it"
+        way = f"{way}, or give `--alpha=`, its lora_alpha"
+        raise adapter.refusal(f"{what} without lora_alpha the scale of the adapter is not known", way)
     kind = given.get("peft_type")
     if kind in TABLE["without weights"]:
         message = f"an adapter of the type {kind} adds inputs or layers, and has no merge"
@@ -312,18 +316,6 @@ def _config_of_header(checkpoint: Checkpoint, keys: Collection[str], alpha: floa
     config = {"peft_type": "LORA", "lora_alpha": alpha, "base_model_name_or_path": None}
     config |= {"use_dora": True} if any("lora_magnitude_vector" in key for key in keys) else {}
     return config if rank is None else {**config, "r": int(rank)}
-
-
-def _without_config(adapter: Adapter) -> RefusedError:
-    keys = adapter.tensors.keys()
-    if any(map(_OTHERS.search, keys)):
-        message = "it has the names of mlx or torchtune, and only adapters of PEFT, kohya and diffusers can be merged"
-        return adapter.refusal(message, "merge it with the library that trained it")
-    if not adapter_keys(keys):
-        return adapter.refusal(f"it is not an adapter: there is no {CONFIG} beside it, and no name of an adapter in it")
-    message = f"there is no {CONFIG} beside it, and without lora_alpha the scale of the adapter is not known"
-    way = f"put its {CONFIG} into the same folder, name it with `--config FILE` if the command has it"
-    return adapter.refusal(message, f"{way}, or give `--alpha=`, its lora_alpha")
 
 
 def changes_base(config: Mapping[str, Any]) -> bool:
@@ -370,3 +362,77 @@ def _matches(pattern: str, module: str, times: int = 1, *, anywhere: bool = Fals
         return _compiled(rf"(.*\.)?({pattern})$" if anywhere else pattern).fullmatch(module) is not None
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"is not valid: {error}") from error
+
+
+# -- adapters inside a model
+
+
+def unmerged(checkpoint: Checkpoint) -> Inside | None:
+    """Return the adapters inside the first state dict that has some, or None."""
+    nodes = checkpoint.graph.nodes
+    found = (adapter_names.inside([str(nodes[name]) for name, _ in item.items]) for item in checkpoint.state_dicts)
+    return next(filter(None, found), None)
+
+
+def merge_step(checkpoint: Checkpoint, found: Inside, keep: str = "") -> NextStep:
+    """Return the command that merges the adapter inside a model, or with ``keep`` "adapter" extracts it.
+
+    Return a sentence if the settings are missing, or a name must be chosen.
+    """
+    name, does = "ckptool lora merge", "merges it"
+    if keep:
+        name, does = f"{name} with {option('keep', keep)}", "extracts it"
+    if adapter_config(checkpoint) is None:
+        what = f"the scale is only in the {CONFIG} that was saved with it: put that beside it"
+        return as_step(f"{what}, and {name} {does}")
+    if len(found.adapters) > 1:
+        return as_step(f"{name} takes one of its adapters, {found.words}, with `--adapter NAME`")
+    output = suggested_output(checkpoint.path, keep or "merged", ".safetensors" if keep else "")
+    return command("lora merge", checkpoint.path, output=output, keep=keep)
+
+
+def taken_apart(
+    checkpoint: Checkpoint, key: str | None, name: str | None = None, *, to_merge: bool = False
+) -> tuple[Checkpoint, Checkpoint, tuple[str, ...]] | None:
+    """Return the base model, the adapter with the names that PEFT saves, and notes; None without an adapter inside.
+
+    ``key`` is the path of the state dict, ``name`` the adapter's. ``to_merge``: modules that were trained as a whole
+    are in the base already. Raise RefusedError for several adapters without a name, and if a key is not known.
+    """
+    place = only_one(checkpoint, selected(checkpoint, key))
+    every = [str(checkpoint.graph.nodes[ref]) for ref, _ in place.items]
+    found = adapter_names.inside(every)
+    if found is None:
+        return None
+    if name not in found.adapters and (name is not None or len(found.adapters) > 1):
+        what = f"it holds {pluralize(len(found.adapters), 'adapter')}, {found.words}"
+        what = what if name is None else f"{what}, and none is called {quoted(name)}"
+        raise RefusedError(what, path=checkpoint.path, next=f"name one with `--adapter {next(iter(found.adapters))}`")
+    if unknown := adapter_keys(found.base.values()):
+        message = f"its tensor {quoted(unknown[0])} is not known, and would not be used"
+        raise RefusedError(message, path=checkpoint.path, next=BY_PEFT)
+    names, own = {**found.base}, {**found.adapters[name or next(iter(found.adapters))]}
+    others = sum(map(len, found.adapters.values())) - len(own)
+    notes = (f"{pluralize(others, 'tensor')} of other adapters left out",) if others else ()
+    trained = {key: name.removeprefix(PEFT_PREFIX) for key, name in own.items() if ".modules_to_save." in key}
+    if to_merge:
+        own = {key: name for key, name in own.items() if key not in trained}
+        names = {key: name for key, name in names.items() if name not in {*trained.values()}} | trained
+    if lacking := sorted({*trained.values()} - {*names.values()}):
+        which = join_limited([quoted(name) for name in lacking])
+        notes = (*notes, f"the base has no {which}: only the trained one is there")
+    base, alone = (drop_keys(checkpoint, place.path, {*every} - each.keys()) for each in (names, own))
+    beside = {**checkpoint.companions, CONFIG: b""}
+    base = by_table(base, names, key=key).replace(changes=checkpoint.changes, companions=beside)
+    return base, by_table(extract(alone, place.path) if place.path else alone, own), notes
+
+
+def settings(checkpoint: Checkpoint, path: str | os.PathLike[str] | None) -> Mapping[str, Any] | None:
+    """Return the settings of an adapter inside a model, from the file at ``path`` or beside the model, or None.
+
+    Initializations that change the base are removed, because the model already has the changed base.
+    """
+    config = adapter_config(checkpoint) if path is None else read_object(os.fspath(path))
+    if config is None and path is not None:
+        raise RefusedError("it is not a JSON object", path=os.fspath(path))
+    return {**config, "init_lora_weights": True} if config and changes_base(config) else config

@@ -67,7 +67,7 @@ def _summary(adapter: Adapter, models: Sequence[Modules]) -> str:
     shapes = (adapter.tensors[key].shape for _, each in modules for part, key in each.items() if part in _WITH_RANK)
     ranks = sorted({shape[0] for shape in shapes if len(shape) > 1})
     if not adapter.of_pipeline:
-        if adapter.has_parameters:  # their matrices have the ranks of all experts
+        if adapter.config.get("target_parameters"):  # their matrices have the ranks of all experts
             ranks = [rank for rank in ranks if rank == adapter.config.get("r")]
         rank = f" of rank {join_limited([f'{number:,}' for number in ranks])}" if ranks else ""
         kind = str(adapter.config.get("peft_type", "LORA"))[:40]
@@ -79,7 +79,7 @@ def _summary(adapter: Adapter, models: Sequence[Modules]) -> str:
     kind = next((kind for start, kind in _KINDS.items() if any(part.startswith(start) for part in every)), "LoRA")
     known = base_of(models, lambda key: adapter.tensors[key].shape)
     keys = [each["alpha"] for _, each in modules if "alpha" in each and adapter.tensors[each["alpha"]].numel == 1]
-    keys = [] if is_remote(adapter.path) else keys
+    keys = [] if is_remote(adapter.checkpoint.path) else keys
     alphas = dict.fromkeys(to_numbers(adapter.stored(key).values, adapter.tensors[key].dtype)[0] for key in keys)
     numbers = {"rank": [f"{rank:,}" for rank in ranks], "alpha": [f"{alpha.real:g}" for alpha in alphas]}
     details = [f"{name} {join_limited(values)}" for name, values in numbers.items() if values]
@@ -103,7 +103,7 @@ def weight_changes(
         return _pipeline_changes(adapter, models, base, path, weight)
     parts = {name: keys for model in models for name, keys in model.parts.items()}
     found: list[WeightChange] = []
-    if adapter.has_parameters:
+    if adapter.config.get("target_parameters"):
         found, used = _parameter_changes(adapter, parts, base, path, weight)
         if not (parts := {name: keys for name, keys in parts.items() if name not in used}):
             return found, {}
@@ -113,7 +113,7 @@ def weight_changes(
     lacking = [name for name in weights if name not in parts and adapter.targets(name)]
     if lacking:
         message = f"{CONFIG} targets {pluralize(len(lacking), 'module')} of {path} for which it has no tensors"
-        step = "get the whole adapter; this one holds " + command("keys", adapter.path)
+        step = "get the whole adapter; this one holds " + command("keys", adapter.checkpoint.path)
         raise adapter.refusal(f"{message}: {join_limited(lacking, most=3)}", step)
     return [*changes, *found], {}
 
@@ -131,10 +131,10 @@ def _changes_of(
     missing: list[str] = []
     for name, keys in parts.items():
         made = module_changes(Module(adapter, name, keys, names.get(name, name), base, path, weight))
-        if made is None or any(change.key not in base and not change.added for change in made):
+        if made is None or (any(key not in base for key, _ in made) and not adapter.is_saved(name)):
             missing.append(name)
         changes += made or ()
-    if missing or not any(change.key in base for change in changes):
+    if missing or not any(key in base for key, _ in changes):
         missing = missing or list(parts)
         matched, absent = len(parts) - len(missing), join_limited([quoted(module) for module in missing], most=3)
         wrong = "" if matched else " (wrong base?)"
@@ -142,10 +142,10 @@ def _changes_of(
         there = list(dict.fromkeys(name.rpartition(".")[0] for name in base))
         near = [*nearest(missing[0], there, 1), *there[:1]]
         raise adapter.refusal(f"{message}; names there are like {quoted(near[0])}" if near else message)
-    if weight != 1 and (other := next((item for item in changes if item.step.kind in NOT_ADDED), None)):
-        message = f"it replaces or multiplies {quoted(other.key)}, which a weight of {weight:g} does not describe"
+    if weight != 1 and (other := next((key for key, step in changes if step.kind in NOT_ADDED), "")):
+        message = f"it replaces or multiplies {quoted(other)}, which a weight of {weight:g} does not describe"
         raise adapter.refusal(message, "merge it with the weight 1")
-    return sorted(changes, key=lambda change: ORDER.index(change.step.kind))
+    return sorted(changes, key=lambda change: ORDER.index(change[1].kind))
 
 
 # -- parameters that are not modules, such as the experts of a layer in one tensor (``target_parameters``)
@@ -244,7 +244,7 @@ def _expert_changes(
             second, first = (part._replace(view=view) for part, view in zip(matrices, views))
             matrices = first, second
         step = AdapterStep("product", matrices, factor, round_first=True)
-        yield from weight.part(expert * rows, rows).changes(WeightChange(name, step))
+        yield from weight.part(expert * rows, rows).changes(step)
 
 
 # -- the weights of a base, and their rows
@@ -261,11 +261,15 @@ class Place(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """A weight that an adapter may mean: its shape, the elements of a row, and its places in the base."""
+    """A weight that an adapter may mean: its shape, and its places in the base."""
 
     shape: tuple[int, ...]
-    row: int
-    places: tuple[Place, ...]
+    places: tuple[Place, ...] = ()
+
+    @property
+    def row(self) -> int:
+        """The number of elements in a row. With three axes, each expert has rows of its own."""
+        return self.shape[-1] if len(self.shape) == 3 else prod(self.shape[1:])
 
     def part(self, begin: int, rows: int) -> Weight:
         """Return some rows of the weight."""
@@ -277,15 +281,15 @@ class Weight(NamedTuple):
                 places.append(Place(place.key, at, last - first, first - begin, is_part=True))
         return self._replace(places=tuple(places))
 
-    def changes(self, change: WeightChange) -> Iterator[WeightChange]:
+    def changes(self, step: AdapterStep) -> Iterator[WeightChange]:
         """Yield a change of the weight as changes of the tensors in the base that hold its rows."""
         for place in self.places:
-            step = change.step
+            own = step
             if len(self.places) > 1 or place.is_part:
                 # The second tensor of a product has no row for each row of the weight.
                 parts = [part if n == 1 else part.rows(place.begin, place.rows) for n, part in enumerate(step.tensors)]
-                step = step._replace(tensors=tuple(parts), first_row=place.first, row=self.row)
-            yield WeightChange(place.key, step)
+                own = step._replace(tensors=tuple(parts), first_row=place.first, row=self.row)
+            yield place.key, own
 
 
 def own_weights(base: Mapping[str, Tensor]) -> dict[str, Weight]:
@@ -313,14 +317,9 @@ def renamed_weights(
                     yield family, {name: weight for name, weight in found if weight is not None}
 
 
-def _row(shape: Sequence[int]) -> int:
-    """Return the number of elements in a row of a weight. With three axes, each expert has rows of its own."""
-    return shape[-1] if len(shape) == 3 else prod(shape[1:])
-
-
 def _whole(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Weight:
-    row = _row(shape)
-    return Weight(shape, row, (Place(name, 0, tensor.numel // max(row, 1), 0, is_part=False),))
+    rows = tensor.numel // max(Weight(shape).row, 1)
+    return Weight(shape, (Place(name, 0, rows, 0, is_part=False),))
 
 
 def _weight_of(output: Output, base: Mapping[str, Tensor]) -> Weight | None:
@@ -330,7 +329,7 @@ def _weight_of(output: Output, base: Mapping[str, Tensor]) -> Weight | None:
     if not output.blocks:
         (source,) = output.sources
         return _whole(source, base[source], output.shape)
-    row, places = _row(output.shape), []
+    row, places = Weight(output.shape).row, []
     for block in output.blocks:
         begins, extents = block.box
         size = prod(extents)
@@ -344,7 +343,7 @@ def _weight_of(output: Output, base: Mapping[str, Tensor]) -> Weight | None:
             return None
         is_part = size != base[block.source].numel
         places.append(Place(block.source, block.begin // row, size // row, begin // row, is_part))
-    return Weight(output.shape, row, tuple(places))
+    return Weight(output.shape, tuple(places))
 
 
 # -- the models of a pipeline
@@ -366,8 +365,19 @@ class Match(NamedTuple):
 def _pipeline_changes(
     adapter: Adapter, models: Sequence[Modules], base: Mapping[str, Tensor], path: str, weight: float
 ) -> tuple[list[WeightChange], Mapping[str, int]]:
-    """Return the changes by the models of the adapter that the base holds, and the number of tensors of each other."""
-    layouts = list(_layouts(base))
+    """Return the changes by the models that the base holds, and the number of tensors of each other model.
+
+    Raise RefusedError unless all modules of a model are in the base and fit.
+    """
+    every = own_weights(base)
+    # The weights of the base under its own names and those of recipes, each with the model, or "" for any.
+    layouts: list[tuple[str, Mapping[str, Weight]]] = [("", every)]
+    for prefix in (_LDM, *(f"{label}." for label in MODELS)):
+        inside = {name.removeprefix(prefix): each for name, each in every.items() if name.startswith(prefix)}
+        layouts += [(MODELS.get(prefix[:-1], "unet"), inside)] if inside else []
+    for family, weights in renamed_weights(base, "diffusers", both_ways=True):
+        if family in MODELS:
+            layouts.append((MODELS[family], {name.removeprefix(_LDM): each for name, each in weights.items()}))
     matches = [_match(adapter, model, layouts) for model in models]
     best = max(matches, key=lambda match: match.order)
     found: list[WeightChange] = []
@@ -379,30 +389,26 @@ def _pipeline_changes(
         if not (is_there if best.order[0] else match is best):
             unused[model.label] = sum(map(len, model.parts.values()))
             continue
-        for change in _placed(adapter, model, match, path, weight):
-            other = owners.setdefault(change.key, model.label)
+        own = adapter.of(model)
+        own.check_settings()
+        shapes = {name: item.shape for name, item in match.weights.items()}
+        for module, keys in model.parts.items():
+            key, magnitude = f"{match.names.get(module, module)}.weight", keys.get(NORMS, "")
+            shape = _product_shape(own, keys)
+            if shape and key in shapes and _without_ones(shape) == _without_ones(shapes[key]):
+                shapes[key] = shape
+            norms = adapter.tensors[magnitude].shape if magnitude else ()
+            if shape and len(norms) > 1 and norms[0] != shape[0]:
+                what = f"{quoted(magnitude)} has the norms of columns, and only those of rows are supported"
+                raise adapter.refusal(what)
+        changes = _changes_of(own, model.parts, match.names, shapes, path, weight)
+        for key, step in (item for name, each in changes for item in match.weights[name].changes(each)):
+            other = owners.setdefault(key, model.label)
             if other != model.label:
-                what = f"its models {other} and {model.label} both fit {quoted(change.key)} of {path}"
+                what = f"its models {other} and {model.label} both fit {quoted(key)} of {path}"
                 raise adapter.refusal(f"{what}, and the names do not show which is meant", WITH_DIFFUSERS)
-            found.append(change)
+            found.append((key, step))
     return found, unused
-
-
-def _placed(adapter: Adapter, model: Modules, match: Match, path: str, weight: float) -> Iterator[WeightChange]:
-    """Yield the changes by one model; raise RefusedError unless all its modules are in the base and fit."""
-    own = adapter.of(model)
-    own.check_settings()
-    shapes = {name: item.shape for name, item in match.weights.items()}
-    for module, keys in model.parts.items():
-        key, magnitude = f"{match.names.get(module, module)}.weight", keys.get(NORMS, "")
-        change = _product_shape(own, keys)
-        if change and key in shapes and _without_ones(change) == _without_ones(shapes[key]):
-            shapes[key] = change
-        norms = adapter.tensors[magnitude].shape if magnitude else ()
-        if change and len(norms) > 1 and norms[0] != change[0]:
-            raise adapter.refusal(f"{quoted(magnitude)} has the norms of columns, and only those of rows are supported")
-    for each in _changes_of(own, model.parts, match.names, shapes, path, weight):
-        yield from match.weights[each.key].changes(each)
 
 
 def _match(adapter: Adapter, model: Modules, layouts: Sequence[tuple[str, Mapping[str, Weight]]]) -> Match:
@@ -436,16 +442,3 @@ def _product_shape(adapter: Adapter, parts: Parts) -> tuple[int, ...] | None:
 def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
     """Return a shape without the 1s behind the second dimension: a convolution of 1x1 is a linear layer."""
     return tuple(shape[:2]) if prod(shape[2:]) == 1 else tuple(shape)
-
-
-def _layouts(base: Mapping[str, Tensor]) -> Iterator[tuple[str, Mapping[str, Weight]]]:
-    """Yield the weights of the base under its own names and those of recipes, each with the model, or "" for any."""
-    own = own_weights(base)
-    yield "", own
-    for prefix in (_LDM, *(f"{label}." for label in MODELS)):
-        inside = {name.removeprefix(prefix): weight for name, weight in own.items() if name.startswith(prefix)}
-        if inside:
-            yield MODELS.get(prefix[:-1], "unet"), inside
-    for family, weights in renamed_weights(base, "diffusers", both_ways=True):
-        if family in MODELS:
-            yield MODELS[family], {name.removeprefix(_LDM): each for name, each in weights.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from math import isfinite
 from typing import Any, Final, Literal
@@ -25,14 +25,12 @@ from ..pickles.nodes import Ref
 from ..values.numeric import ROUNDED
 from ..values.torch.adapters import AdapterStep, StoredTensor, merged_elements
 from ..values.torch.loads import need_torch
-from .adapter_changes import WeightChange
 from .adapter_names import is_of_pipeline, modules
-from .adapter_settings import BY_PEFT, Adapter, open_adapter
+from .adapter_settings import BY_PEFT, Adapter, merge_step, open_adapter, settings, taken_apart, unmerged
 from .adapters import description, weight_changes
 from .model_config import CONFIG, EMBEDDING, HEAD, config_fields
 from .ranks import peft_folder
 from .recompute import Recomputation, named_tensors, one_for_each, quantized_refusal, refuse_bits
-from .unmerged import merge_step, settings, taken_apart, unmerged
 
 _BEFORE: Final = "merge into the weights before quantization"
 _TIED: Final = "tie_word_embeddings"
@@ -106,7 +104,7 @@ def merge_lora(
         change = Change("lora-merge", key or "", number, 0, what, notes)
         return peft_folder(part.replace(changes=(*model.changes, change)), given, of_model=True, tied="keep-first")
     own = open_adapter(part, alpha, given)._replace(in_model=True)
-    exact = own.config.get("peft_type") == "LORA" and not own.has_parameters
+    exact = own.config.get("peft_type") == "LORA" and not own.config.get("target_parameters")
     if not exact and any(tensor.dtype in ("float16", "bfloat16") for tensor in own.tensors.values()):
         raise own.refusal("PEFT merges an adapter of this type in 16 bits, with other roundings", BY_PEFT)
     need_torch("merging an adapter", base.path)
@@ -223,57 +221,51 @@ class _Merge:
             heads = {key for key in (f"{name}.weight" for name in modules) if HEAD.search(key)}
         base |= dict.fromkeys(heads, self.tensors[self._embedding]) if heads else {}
         changes, unused = weight_changes(adapter, base, self.path, factor)
-        changes = self._without_equal_head(changes, heads)
-        self._check_tied(adapter, {change.key for change in changes if change.step.kind != "rows"})
-        for change in changes:
-            old = base.get(change.key, change.step.tensors[0].view)
-            if change.key not in self.tensors:
-                self.sources[change.key] = "" if change.added else self._embedding
-                if change.added:
-                    self.tensors[change.key] = old
-            dtype = old.dtype
-            if old.kind not in ("dense", "quantized") or old.location == "meta" or dtype not in BY_NAME:
-                message = f"{quoted(change.key)} has no plain values ({old.kind}, {old.location})"
-                raise RefusedError(message, path=self.path)
-            if old.kind == "quantized" or (change.step.kind != "copy" and dtype not in ROUNDED):
-                message = f"{quoted(change.key)} is {dtype}, to which an adapter cannot be added"
-                raise RefusedError(message, path=self.path, next=_BEFORE)
-            self.steps.setdefault(change.key, []).append(change.step)
-        whole = {change.key for change in changes if change.step.kind == "copy"}
-        merged = len({change.key for change in changes if change.step.kind != "copy"})
-        added = len({change.key for change in changes if change.added})
-        weight = f" with the weight {factor:g}" if factor != 1 else ""
-        summary = f"{adapter.path}{weight}: merged {merged:,}, replaced {len(whole) - added:,}, "
-        summary += f"{f'added {added:,}, ' if added else ''}unused {sum(unused.values()):,}"
-        where = "the base does not hold that model; merge the adapter into that one too"
-        notes = [f"{pluralize(number, 'tensor')} of {label} not used: {where}" for label, number in unused.items()]
-        name, last = adapter.base_name, os.path.realpath(self.path).split(os.sep)[-2:]
-        if not name and adapter.path != self.path:
-            notes.append("the adapter does not say which base it was trained on")
-        elif adapter.path != self.path and os.path.basename(name.rstrip("/")) not in last:
-            what = "names and shapes fit, but check that it is this base"
-            notes.append(f"the adapter was trained on {quoted(name)}: {what}")
-        return Change("lora-merge", "", len({change.key for change in changes}), 0, summary, tuple(notes))
-
-    def _without_equal_head(self, changes: list[WeightChange], heads: Collection[str]) -> list[WeightChange]:
-        """Leave out changes of a tied head that gets the same rows as the embedding: it stays tied."""
-        own = [change.step for change in changes if change.key == self._embedding]
-        same = [change.step for change in changes if change.key in heads]
-        equal = len(own) == len(same) and all(
+        # A tied head that gets the same rows as the embedding stays tied.
+        own = [step for key, step in changes if key == self._embedding]
+        same = [step for key, step in changes if key in heads]
+        if len(own) == len(same) and all(
             one.kind == other.kind == "rows" and one.rows == other.rows and one.tensors[0].equals(other.tensors[0])
             for one, other in zip(own, same)
-        )
-        return [change for change in changes if change.key not in heads] if equal else changes
-
-    def _check_tied(self, adapter: Adapter, changed: set[str]) -> None:
-        """Note whether an adapter changes the embedding but not its tied head; raise RefusedError for the reverse."""
-        together = adapter.config.get("ensure_weight_tying") is True
-        head = any(map(HEAD.search, changed))
+        ):
+            changes = [(key, step) for key, step in changes if key not in heads]
+        changed = {key for key, step in changes if step.kind != "rows"}
+        together, head = adapter.is_set("ensure_weight_tying"), any(map(HEAD.search, changed))
         if together and head and self._headless:
             message = "ensure_weight_tying is set, and the adapter changes the head that is tied to the embedding"
             raise adapter.refusal(message, BY_PEFT)
         tied = self._headless and bool(_GENERATES.search(self._architecture))
         self._alone |= tied and self._embedding in changed and not head and not together
+        for key, step in changes:
+            old = base.get(key, step.tensors[0].view)
+            if key not in self.tensors:
+                self.sources[key] = self._embedding if key in base else ""
+                if key not in base:
+                    self.tensors[key] = old
+            dtype = old.dtype
+            if old.kind not in ("dense", "quantized") or old.location == "meta" or dtype not in BY_NAME:
+                message = f"{quoted(key)} has no plain values ({old.kind}, {old.location})"
+                raise RefusedError(message, path=self.path)
+            if old.kind == "quantized" or (step.kind != "copy" and dtype not in ROUNDED):
+                message = f"{quoted(key)} is {dtype}, to which an adapter cannot be added"
+                raise RefusedError(message, path=self.path, next=_BEFORE)
+            self.steps.setdefault(key, []).append(step)
+        whole = {key for key, step in changes if step.kind == "copy"}
+        merged = len({key for key, step in changes if step.kind != "copy"})
+        added = len(whole - base.keys())
+        weight = f" with the weight {factor:g}" if factor != 1 else ""
+        path = adapter.checkpoint.path
+        summary = f"{path}{weight}: merged {merged:,}, replaced {len(whole) - added:,}, "
+        summary += f"{f'added {added:,}, ' if added else ''}unused {sum(unused.values()):,}"
+        where = "the base does not hold that model; merge the adapter into that one too"
+        notes = [f"{pluralize(number, 'tensor')} of {label} not used: {where}" for label, number in unused.items()]
+        name, last = adapter.base_name, os.path.realpath(self.path).split(os.sep)[-2:]
+        if not name and path != self.path:
+            notes.append("the adapter does not say which base it was trained on")
+        elif path != self.path and os.path.basename(name.rstrip("/")) not in last:
+            what = "names and shapes fit, but check that it is this base"
+            notes.append(f"the adapter was trained on {quoted(name)}: {what}")
+        return Change("lora-merge", "", len(dict(changes)), 0, summary, tuple(notes))
 
     def done(self, changes: Sequence[Change], adapters: Sequence[Checkpoint]) -> Checkpoint:
         """Plan the bytes of each changed weight, and return the merged checkpoint.
@@ -311,8 +303,18 @@ class _Merge:
         if new:
             work.refill(self.state_dict, new)
         untied = any(self.sources.values()) or (self._headless and any(map(HEAD.search, self.sources)))
-        edited = work.done(changes, others=adapters)
-        return _with_own_head(edited, self.config) if untied else edited
+        edited, config = work.done(changes, others=adapters), self.config
+        if not untied:
+            return edited
+        way = f"{CONFIG} says {_TIED} false now" if config else f"set {_TIED} to false in the model's {CONFIG}"
+        edited = _noted(edited, f"the head differs from the embedding, and becomes weights of its own: {way}")
+        if not config:
+            return edited
+        own, inner = {**config, _TIED: False}, config.get("text_config")
+        if isinstance(inner, dict) and _TIED in inner:
+            own["text_config"] = {**inner, _TIED: False}
+        text = json.dumps(own, indent=2, ensure_ascii=False) + "\n"
+        return edited.replace(companions={**edited.companions, CONFIG: text.encode()})
 
     def _owns(self, tensor: Tensor, together: bool) -> bool:
         """Return whether a tensor fills its storage, and is alone there or changes ``together`` with the others."""
@@ -322,16 +324,3 @@ class _Merge:
         full = size is not None and size.size == tensor.numel * item.storage.dtype.itemsize
         entries = [entry for entry in self.work.checkpoint.survey.tensors if entry.tensor.storage == tensor.storage]
         return whole and full and not self.work.is_pinned(tensor.storage) and (together or len(entries) == 1)
-
-
-def _with_own_head(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
-    """Note that the head is no longer tied to the embedding, and say so in ``config.json``, if there is one."""
-    way = f"{CONFIG} says {_TIED} false now" if config else f"set {_TIED} to false in the model's {CONFIG}"
-    checkpoint = _noted(checkpoint, f"the head differs from the embedding, and becomes weights of its own: {way}")
-    if not config:
-        return checkpoint
-    untied, inner = {**config, _TIED: False}, config.get("text_config")
-    if isinstance(inner, dict) and _TIED in inner:
-        untied["text_config"] = {**inner, _TIED: False}
-    text = json.dumps(untied, indent=2, ensure_ascii=False) + "\n"
-    return checkpoint.replace(companions={**checkpoint.companions, CONFIG: text.encode()})

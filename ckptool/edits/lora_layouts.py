@@ -32,12 +32,11 @@ from ..pickles.nodes import Ref
 from ..values.matrices import Block, pasted
 from ..values.numeric import ROUNDED, to_numbers
 from ..values.torch.adapters import StoredTensor
-from .adapter_names import DOWN, MODELS, NORMS, PEFT_PREFIX, TABLE, UP, Modules, Parts
-from .adapter_settings import ALPHAS, BY_PEFT, RANKS, Adapter, adapter_config, base_in_header
+from .adapter_names import DOWN, MODELS, NORMS, PEFT_PREFIX, TABLE, UP, Modules, Parts, inside
+from .adapter_settings import ALPHAS, BY_PEFT, RANKS, Adapter, adapter_config, base_in_header, merge_step
 from .model_config import LOOKUP
 from .ranks import NEW_SETTINGS, STALE, peft_folder, rank_settings, stated
 from .recompute import Recomputation, named_tensors
-from .unmerged import inside, merge_step
 
 Shape: TypeAlias = Callable[[str], tuple[int, ...]]
 
@@ -231,14 +230,6 @@ class _Part(NamedTuple):
     shape: tuple[int, ...]
 
 
-class _Content(NamedTuple):
-    """The parts of a new module, the factor of its product, and the key of its alpha in the input, or ""."""
-
-    parts: dict[str, _Part]
-    scale: float = 1.0
-    alpha: str = ""
-
-
 @takes_path
 def convert_lora(
     checkpoint: Checkpoint,
@@ -307,7 +298,7 @@ class _Conversion:
             raise adapter.refusal(what, "give the file: `--config adapter_config.json`")
         adapter.check_settings()
         kind = self.config.get("peft_type", "LORA")
-        if kind != "LORA" or (name != "peft" and adapter.has_parameters):
+        if kind != "LORA" or (name != "peft" and adapter.config.get("target_parameters")):
             what = "one of experts" if kind == "LORA" else str(kind)[:40]
             raise adapter.refusal(f"only LoRA has other layouts, and it is {what}", BY_PEFT)
         with adding_path(self.path):
@@ -340,13 +331,16 @@ class _Conversion:
         """Return the parts of the module that the rows come from, for each; none for rows of zeros."""
         return [{} if rows.source is None else self.modules[rows.source][2] for rows in new.rows]
 
-    def _content(self, new: NewModule) -> _Content:
-        """Return the parts of a module: its rows are below each other, several products are blocks on a diagonal."""
+    def _content(self, new: NewModule) -> tuple[dict[str, _Part], float, str]:
+        """Return the parts of a module, the factor of its product, and the key of its alpha in the input, or "".
+
+        Its rows are below each other, and several products are blocks on a diagonal.
+        """
         keys = self._parts(new)
         at = new.rows[0].source
         if new.is_same and at is not None:
             parts = {part: self._whole(key) for part, key in keys[0].items() if part != "alpha"}
-            return _Content(parts, self._scale(at), keys[0].get("alpha", ""))
+            return parts, self._scale(at), keys[0].get("alpha", "")
         for part, key in (item for parts in keys for item in parts.items()):
             if part not in (*_ROWS, DOWN, "alpha"):
                 what = f"{quoted(key)} cannot be split, joined or turned: only plain matrices can"
@@ -369,7 +363,7 @@ class _Conversion:
             made[part] = _Part(tuple(blocks), (sum(heights), *self.adapter.stored(own[0][1]).view.shape[1:]))
         downs = {n: parts[DOWN] for n, parts in enumerate(keys) if DOWN in parts}
         if not downs:
-            return _Content(made)
+            return made, 1.0, ""
         first, *others = dict.fromkeys(downs.values())
         scales = {n: self._scale(at) for n in downs if (at := new.rows[n].source) is not None}
         scale = next(iter(scales.values()))
@@ -385,9 +379,9 @@ class _Conversion:
                 made[DOWN] = _Part((self._rows(first, begin, rank),), (rank, *shape[1:]))
                 (block,), high = made[UP]
                 made[UP] = _Part((block._replace(first_column=begin, columns=rank),), (high[0], rank, *high[2:]))
-                return _Content(made, scale)
+                return made, scale, ""
         if same and all(self.adapter.stored(first).equals(self.adapter.stored(key)) for key in others):
-            return _Content({DOWN: self._whole(first), **made}, scale)
+            return {DOWN: self._whole(first), **made}, scale, ""
         down_blocks, up_blocks, rank = list[Block](), list[Block](), 0
         for (n, key), block in zip(downs.items(), made[UP].blocks):
             factors = (1.0, 1.0) if same else _halves(scales[n])
@@ -396,7 +390,7 @@ class _Conversion:
             rank += down_blocks[-1].rows
         made[DOWN] = _Part(tuple(down_blocks), (rank, *shape[1:]))
         made[UP] = _Part(tuple(up_blocks), (made[UP].shape[0], rank, *made[UP].shape[2:]))
-        return _Content(made, scale if same else 1.0)
+        return made, scale if same else 1.0, ""
 
     def _share(self, key: str, rows: SourceRows) -> tuple[int, int]:
         """Return the first of these rows, and their number, in a tensor."""
@@ -436,14 +430,14 @@ class _Conversion:
         alphas: dict[str, float] = {}
         rounded = written = 0
         for new in every:
-            content = self._content(new)
-            made, is_rounded = self._written(new, content)
+            parts, scale, alpha = self._content(new)
+            made, is_rounded = self._written(new, {**parts}, scale, alpha)
             rounded += is_rounded
             written += bool(made)
             items += made
-            if made and DOWN in content.parts:
-                ranks[new.name] = rank = content.parts[DOWN].shape[0]
-                alphas[new.name] = content.scale * rank
+            if made and DOWN in parts:
+                ranks[new.name] = rank = parts[DOWN].shape[0]
+                alphas[new.name] = scale * rank
         notes = names.notes
         if self.lost:
             which = [quoted(key) for key in self.lost]
@@ -492,9 +486,11 @@ class _Conversion:
         edited = peft_folder(edited, settings)
         return edited.replace(target=edited.target and edited.target._replace(key=self.state_dict.path))
 
-    def _written(self, new: NewModule, content: _Content) -> tuple[list[tuple[str, Ref]], bool]:
+    def _written(
+        self, new: NewModule, parts: dict[str, _Part], scale: float, alpha: str
+    ) -> tuple[list[tuple[str, Ref]], bool]:
         """Return the tensors of a module under their new names, and whether values were rounded."""
-        name, parts, scale = self.names.title(new), dict(content.parts), content.scale
+        name, down = self.names.title(new), parts.get(DOWN)
         sources = [each for each in self._parts(new) if each]
         kohya = self.layout in ("kohya", "comfyui")
         # PEFT and diffusers have other names and the transpose for a table; lora_mid is a factor of the product.
@@ -534,8 +530,15 @@ class _Conversion:
             ones = len(parts[DOWN].shape) - 1 if len(shape) == 1 and DOWN in parts else 0
             parts[NORMS] = parts[NORMS]._replace(shape=(*shape, *(1,) * ones) if kohya else (prod(shape),))
         items = [(f"{name}.{spelled.get(part, part)}", self._tensor(part, each)) for part, each in parts.items()]
-        if kohya and (alpha := self._alpha(f"{name}.alpha", content)):
-            items.append((f"{name}.alpha", alpha))
+        needed = self.layout == "kohya" or scale != 1
+        if kohya and alpha and (needed or down is None):  # an unchanged module keeps its tensor
+            items.append((f"{name}.alpha", self.refs[alpha]))
+        elif kohya and needed and down is not None:
+            value, dtype = scale * down.shape[0], down.blocks[0].source.view.dtype
+            data, stored = _rounded(value, dtype)
+            if dtype not in ROUNDED or stored != value:
+                dtype, (data, _) = "float32", _rounded(value, "float32")
+            items.append((f"{name}.alpha", self.work.tensor(f"{name}.alpha", BY_NAME[dtype], (), data)))
         # A product with 0 or a power of 2 is exact.
         return items, any(abs(frexp(factor)[0]) not in (0, 0.5) for factor in factors.values())
 
@@ -543,19 +546,6 @@ class _Conversion:
         """Return whether a module is left over from a training that did not change it."""
         zero = (parts[part] for part in (UP, DOWN) if part in parts)
         return {*parts} <= {UP, DOWN, "alpha"} and any(_is_zero(self.adapter.stored(key)) for key in zero)
-
-    def _alpha(self, key: str, content: _Content) -> Ref | None:
-        """Return the alpha of a module, None if it needs none; an unchanged module keeps its tensor."""
-        needed, down = self.layout == "kohya" or content.scale != 1, content.parts.get(DOWN)
-        if content.alpha and (needed or down is None):
-            return self.refs[content.alpha]
-        if down is None or not needed:
-            return None
-        value, dtype = content.scale * down.shape[0], down.blocks[0].source.view.dtype
-        data, stored = _rounded(value, dtype)
-        if dtype not in ROUNDED or stored != value:
-            dtype, (data, _) = "float32", _rounded(value, "float32")
-        return self.work.tensor(key, BY_NAME[dtype], (), data)
 
     def _tensor(self, part: str, made: _Part) -> Ref:
         """Return the tensor for a part: the one of the input if nothing about it changes."""

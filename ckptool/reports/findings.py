@@ -160,7 +160,7 @@ def _missing(checkpoint: Checkpoint, flaws: Sequence[Finding]) -> Iterator[Findi
 def _unmerged(checkpoint: Checkpoint) -> Iterator[Finding]:
     if not any(".base_layer." in entry.key for entry in checkpoint.survey.tensors):
         return
-    from ..edits.unmerged import merge_step, unmerged  # only for models with adapters
+    from ..edits.adapter_settings import merge_step, unmerged  # only for models with adapters
 
     if (found := unmerged(checkpoint)) is not None:
         message = f"a model with an unmerged LoRA ({found.words}): transformers would load it without the training"

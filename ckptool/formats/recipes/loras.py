@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
-from itertools import product
+from itertools import chain, product
 from typing import Any, Final
 
 from ...base import toml
@@ -84,12 +84,11 @@ class Family:
     def rules(self) -> list[ModuleRule]:
         """The rules, one for each name on side a."""
         content = self._content
-        found = [*built_in(content["recipe"]).rules] if "recipe" in content else []
         same = ({"a": text, "b": text} for text in content.get("same", ()))
-        for number, item in enumerate((*content.get("rule", ()), *same), 1):
-            found += parsed_rules(number, item)
+        own = (parsed_rules(number, item) for number, item in enumerate((*content.get("rule", ()), *same), 1))
+        every = chain(built_in(content["recipe"]).rules if "recipe" in content else (), *own)
         inner, sizes = content.get("inner", ()), content.get("sizes", {})
-        return [each for rule in found for each in _module_rules(rule, inner, sizes)]
+        return [each for rule in every for each in _module_rules(rule, inner, sizes)]
 
     @cached_property
     def _index(self) -> Mapping[tuple[bool, str], list[tuple[ModuleRule, int, int, NamePattern]]]:
@@ -103,16 +102,12 @@ class Family:
 
     def places(self, module: str, *, dotless: bool) -> list[Place]:
         """Return the places of a module; ``dotless`` names have "_" for dots. Several differ in their conditions."""
-        found = []
+        found, has = [], self._content.get("has", ())
         for rule, side, at, pattern in self._index.get((dotless, names.skeleton(module)), ()):
-            values = pattern.values_in(module, {})
-            if values is not None and self._has(rule.where, values):
+            values, where = pattern.values_in(module, {}), rule.where
+            if values is not None and not (where and has and (where.name.filled(values) in has) is not where.there):
                 found.append(Place(rule, side, at, values))
         return sorted(found, key=lambda place: -place.side)
-
-    def _has(self, where: Condition | None, values: Mapping[str, int]) -> bool:
-        has: Sequence[str] = self._content.get("has", ())
-        return where is None or not has or (where.name.filled(values) in has) is where.there
 
     def lacks(self, module: str) -> bool:
         """Return whether no model of the family has this module of side b."""
@@ -122,9 +117,11 @@ class Family:
 @cache
 def families() -> Mapping[str, Family]:
     """Return the families by their keys."""
-    paths = {file.removesuffix(".toml"): os.path.join(_TABLES, file) for file in sorted(os.listdir(_TABLES))}
-    tables = ((key, toml.parsed(read_bytes(path, _MAX_BYTES), path, "the table")) for key, path in paths.items())
-    return {key: Family(key, content) for key, content in tables}
+    found = {}
+    for file in sorted(os.listdir(_TABLES)):
+        key, path = file.removesuffix(".toml"), os.path.join(_TABLES, file)
+        found[key] = Family(key, toml.parsed(read_bytes(path, _MAX_BYTES), path, "the table"))
+    return found
 
 
 def _module_rules(rule: Rule, inner: Sequence[str], sizes: Mapping[str, int]) -> Iterator[ModuleRule]:

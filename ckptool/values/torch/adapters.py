@@ -25,6 +25,9 @@ _BLOCK: Final = 1 << 18
 _FEWEST_ROWS: Final = 64
 #: The most bytes of matrices of all experts that are kept for the next expert.
 _CACHED: Final = 64 << 20
+#: Kinds of steps that need only the same rows of the tensor of an adapter for a block, and whose tensors these are.
+_BY_ROWS: Final = ("copy", "sum")
+_OWNER: Final = " of the adapter"
 #: The most columns that one matrix rotates, unless a block is larger.
 _MOST_COLUMNS: Final = 4096
 
@@ -88,16 +91,6 @@ class AdapterStep(NamedTuple):
     row: int = 0
     rank: int = 0
 
-    @property
-    def by_rows(self) -> bool:
-        """Whether a block needs only the same rows of the adapter tensor."""
-        return self.kind in ("copy", "sum")
-
-    @property
-    def needs_whole(self) -> bool:
-        """Whether it needs all rows at once: DoRA divides columns by their norms."""
-        return self.kind == "product" and len(self.tensors) == 3 and self.transposed
-
 
 def merged_elements(
     weight: StoredTensor, dtype: Dtype, steps: tuple[AdapterStep, ...], width: int, begin: int, size: int
@@ -111,12 +104,11 @@ def merged_elements(
     shape, own = weight.view.shape, torch_dtype(torch, dtype.name)
     row = prod(shape[1:]) * dtype.itemsize
     wide = torch.float64 if dtype.name == "float64" else torch.float32
-    prepared = []
-    for step in steps:
-        whole = () if step.by_rows else tuple(_checked(torch, part).to(wide) for part in step.tensors)
-        prepared.append(_prepared(torch, step, whole, prod(shape[1:])))
+    prepared = [_prepared(torch, step, wide, prod(shape[1:])) for step in steps]
     rows, first, last = shape[0], 0, 0
-    many = rows if any(step.needs_whole for step in steps) else max(_FEWEST_ROWS, _BLOCK // max(prod(shape[1:]), 1))
+    # DoRA divides columns by their norms.
+    at_once = any(step.kind == "product" and len(step.tensors) == 3 and step.transposed for step in steps)
+    many = rows if at_once else max(_FEWEST_ROWS, _BLOCK // max(prod(shape[1:]), 1))
     while last < rows:
         # A short rest belongs to the block before it.
         first, last = last, rows if rows - last - many < _FEWEST_ROWS else last + many
@@ -131,11 +123,10 @@ def merged_elements(
             for step, tensors in zip(steps, prepared):
                 _apply(torch, values, step, tensors, first)
         if not _is_finite(torch, values):
-            path, before = weight.storage.path, _elements(torch, weight.rows(first, last - first))
-            if not _is_finite(torch, before):
-                raise RefusedError(f"{weight.name} of the base holds NaN or infinity", path=path)
+            finite_values(torch, weight.rows(first, last - first), " of the base")
+            what = f"{weight.name} would hold NaN or infinity after the merge"
             way = "cast the base to a dtype with a larger range first, such as float32"
-            raise RefusedError(f"{weight.name} would hold NaN or infinity after the merge", path=path, next=way)
+            raise RefusedError(what, path=weight.storage.path, next=way)
         data = swapped(as_bytes(torch, values, values.dtype), width)
         yield data[max(begin - first * row, 0) : begin + size - first * row]
 
@@ -147,8 +138,8 @@ def _apply(torch: Any, values: Any, step: AdapterStep, tensors: Any, first: int)
         end = min(end, step.first_row + step.tensors[0].view.shape[0])
     if begin < end:
         inside = begin - step.first_row, end - step.first_row
-        if step.by_rows:
-            tensors = [_checked(torch, part.rows(inside[0], end - begin)) for part in step.tensors]
+        if step.kind in _BY_ROWS:
+            tensors = [finite_values(torch, part.rows(inside[0], end - begin), _OWNER) for part in step.tensors]
         part = values[begin - first : end - first]
         part.copy_(_STEPS[step.kind](_Rows(torch, part, *inside), tensors, step))
 
@@ -175,11 +166,11 @@ def _strided(part: StoredTensor) -> bytearray:
     return bytearray(gather(data, view.shape, view.stride, width))
 
 
-def _checked(torch: Any, part: StoredTensor) -> Any:
-    """Return the values of an adapter tensor; raise RefusedError if one is NaN or infinite."""
+def finite_values(torch: Any, part: StoredTensor, owner: str = "") -> Any:
+    """Return the values of a tensor; raise RefusedError, which names its ``owner``, if one is NaN or infinite."""
     values = _elements(torch, part)
     if not _is_finite(torch, values):
-        raise RefusedError(f"{part.name} of the adapter holds NaN or infinity", path=part.storage.path)
+        raise RefusedError(f"{part.name}{owner} holds NaN or infinity", path=part.storage.path)
     return values
 
 
@@ -244,8 +235,11 @@ def _hadamard(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
     return rows.values + (delta * step.factor).view(rows.values.shape)
 
 
-def _prepared(torch: Any, step: AdapterStep, tensors: Any, columns: int) -> Any:
+def _prepared(torch: Any, step: AdapterStep, dtype: Any, columns: int) -> Any:
     """Return the tensors of a step with what all blocks of a weight need computed once."""
+    if step.kind in _BY_ROWS:
+        return ()
+    tensors = tuple(finite_values(torch, part, _OWNER).to(dtype) for part in step.tensors)
     if step.kind == "adalora":
         return tensors[0], tensors[1] * tensors[2].view(-1, 1)
     if step.kind == "vera":

@@ -15,7 +15,7 @@ from ...base.errors import RefusedError
 from ...base.records import NamedTuple
 from ...files.sources import Deferred
 from ..elements import swapped
-from .adapters import StoredTensor
+from .adapters import StoredTensor, finite_values
 from .compute import as_bytes
 from .loads import need_torch, one_thread, torch_dtype
 
@@ -50,9 +50,9 @@ class Difference(NamedTuple):
 
     def decomposed(self, torch: Any, rank: int) -> _Decomposed:
         """Decompose the difference, with at least the ``rank`` largest singular values."""
-        values = _loaded(torch, self.tuned)
-        wide = torch.promote_types(values.dtype, torch.float32)
-        delta = values.to(wide).sub_(_loaded(torch, self.base).to(wide)).float().flatten(1)
+        values = finite_values(torch, self.tuned)
+        wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+        delta = values.to(wide).sub_(finite_values(torch, self.base).to(wide)).float().flatten(1)
         return _leading(torch, delta.T.contiguous() if self.transposed else delta, rank)
 
 
@@ -69,40 +69,28 @@ class Product(NamedTuple):
 
     def decomposed(self, torch: Any, rank: int) -> _Decomposed:
         """Decompose the product in float64, with all singular values that are not 0."""
-        left, upper = torch.linalg.qr(_loaded(torch, self.b).double().flatten(1))
-        right, lower = torch.linalg.qr(_loaded(torch, self.a).double().flatten(1).T)
+        left, upper = torch.linalg.qr(finite_values(torch, self.b).double().flatten(1))
+        right, lower = torch.linalg.qr(finite_values(torch, self.a).double().flatten(1).T)
         u, values, v = torch.linalg.svd(upper @ lower.T)
         return left @ u, values, v @ right.T, float(values.square().sum())
 
 
-class Pair(Deferred):
-    """The elements of both matrices, from the request for one until the request for the other.
-
-    Its number is the kept part of the norm, in millionths.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lock = Lock()
-        self.elements: tuple[bytes, bytes] | None = None
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return Pair, ()  # another process computes them again
-
-
-class LowRank(NamedTuple):
+class LowRank(Deferred):
     """Two matrices of a ``rank``, whose product is ``factor`` times the closest one to ``source``.
 
     Both get the square roots of the singular values; further columns are 0. ``width`` is the size of the numbers that
-    are byte-swapped.
+    are byte-swapped. ``elements`` has the bytes of both from the request for one until the request for the other. The
+    deferred number is the kept part of the norm, in millionths.
     """
 
-    source: Difference | Product
-    rank: int
-    dtype: str
-    width: int
-    factor: float
-    pair: Pair
+    def __init__(self, source: Difference | Product, rank: int, dtype: str, width: int, factor: float = 1.0) -> None:
+        super().__init__()
+        self.source, self.rank, self.dtype, self.width, self.factor = source, rank, dtype, width, factor
+        self.lock = Lock()
+        self.elements: tuple[bytes, bytes] | None = None
+
+    def __reduce__(self) -> tuple[object, ...]:  # another process computes the elements again
+        return LowRank, (self.source, self.rank, self.dtype, self.width, self.factor)
 
 
 def factor_elements(how: LowRank, which: int) -> Iterator[bytes]:
@@ -111,11 +99,11 @@ def factor_elements(how: LowRank, which: int) -> Iterator[bytes]:
     Both are computed at the first of two requests.
     """
     torch = need_torch("computing a low rank")
-    with how.pair.lock:
-        made, how.pair.elements = how.pair.elements, None
+    with how.lock:
+        made, how.elements = how.elements, None
         if made is None:
             with one_thread(torch):
-                made = how.pair.elements = _computed(torch, how)
+                made = how.elements = _computed(torch, how)
     yield swapped(made[which], how.width)
 
 
@@ -131,7 +119,7 @@ def _computed(torch: Any, how: LowRank) -> tuple[bytes, bytes]:
     u, values, v, total = how.source.decomposed(torch, how.rank)
     count = min(how.rank, len(values))
     square = float(values[:count].double().square().sum())
-    how.pair.value = round(PARTS * (min(sqrt(square / total), 1.0) if total else 1.0))
+    how.value = round(PARTS * (min(sqrt(square / total), 1.0) if total else 1.0))
     root = (values[:count] * abs(how.factor)).sqrt()
     b, a = u.new_zeros(len(u), how.rank), v.new_zeros(how.rank, v.shape[1])
     b[:, :count], a[:count] = u[:, :count] * root.copysign(how.factor), v[:count] * root[:, None]
@@ -140,15 +128,6 @@ def _computed(torch: Any, how: LowRank) -> tuple[bytes, bytes]:
         what = f"a value of a low rank does not fit into {how.dtype}"
         raise RefusedError(what, next="take a dtype with a larger range: `--to-dtype float32`")
     return as_bytes(torch, b, dtype), as_bytes(torch, a, dtype)
-
-
-def _loaded(torch: Any, part: StoredTensor) -> Any:
-    """Return the values of a tensor; raise RefusedError if one is NaN or infinite."""
-    values = torch.frombuffer(bytearray(part.values), dtype=torch_dtype(torch, part.view.dtype))
-    values = values.float() if values.element_size() == 1 else values
-    if not bool(torch.isfinite(values.sum(dtype=torch.float64))):
-        raise RefusedError(f"{part.name} holds NaN or infinity", path=part.storage.path)
-    return values.reshape(part.view.shape)
 
 
 def _leading(torch: Any, matrix: Any, rank: int) -> _Decomposed:
