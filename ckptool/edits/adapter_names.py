@@ -157,24 +157,17 @@ def inside(keys: Collection[str]) -> Inside | None:
     adapters: dict[str, dict[str, str]] = {}
     for key in keys:
         bare = _PREFIX.sub("", key, count=1)
-        if found := _adapter_key(bare):
-            adapters.setdefault(found[0], {})[key] = PEFT_PREFIX + found[1]
+        saved, match = _SAVED.match(bare), _PART.match(bare)
+        if saved:
+            adapters.setdefault(saved["name"], {})[key] = PEFT_PREFIX + saved["module"] + saved["rest"]
+        elif match and (match["matrix"] or match["peft"] not in (None, "modules_to_save")):
+            last = f".{match['last']}" if match["last"] and match["peft"] != "lora_magnitude_vector" else ""
+            name, end = match["name"] or match["adapter"] or "", match.end("matrix" if match["matrix"] else "peft")
+            adapters.setdefault(name, {})[key] = PEFT_PREFIX + bare[:end] + last
         else:
             base[key] = _WRAPPED.sub("", bare)
     # A saved adapter has keys without its name. It may hold some tensors of its base.
     return Inside(base, adapters) if adapters and "" not in adapters else None
-
-
-def _adapter_key(key: str) -> tuple[str, str] | None:
-    """Return the name of the adapter ("" if none is in the key) and the key as PEFT saves it, for a key of an adapter
-    inside a model; None for a key of the model itself."""
-    if saved := _SAVED.match(key):
-        return saved["name"], saved["module"] + saved["rest"]
-    match = _PART.match(key)
-    if match is None or not (match["matrix"] or match["peft"]) or match["peft"] == "modules_to_save":
-        return None
-    last = f".{match['last']}" if match["last"] and match["peft"] != "lora_magnitude_vector" else ""
-    return match["name"] or match["adapter"] or "", key[: match.end("matrix" if match["matrix"] else "peft")] + last
 
 
 def _read(key: str) -> tuple[tuple[Layout, str], str, str, str]:

@@ -409,8 +409,7 @@ def taken_apart(
         what = what if name is None else f"{what}, and none is called {quoted(name)}"
         raise RefusedError(what, path=checkpoint.path, next=f"name one with `--adapter {next(iter(found.adapters))}`")
     if unknown := adapter_keys(found.base.values()):
-        message = f"its tensor {quoted(unknown[0])} is not known, and would not be used"
-        raise RefusedError(message, path=checkpoint.path, next=BY_PEFT)
+        raise RefusedError(UNKNOWN.format(quoted(unknown[0])), path=checkpoint.path, next=BY_PEFT)
     names, own = {**found.base}, {**found.adapters[name or next(iter(found.adapters))]}
     others = sum(map(len, found.adapters.values())) - len(own)
     notes = (f"{pluralize(others, 'tensor')} of other adapters left out",) if others else ()

@@ -77,7 +77,7 @@ def _summary(adapter: Adapter, models: Sequence[Modules]) -> str:
         return f"{kind}{rank}{f' on {on}' if on else ''}"
     every = {part for _, each in modules for part in each}
     kind = next((kind for start, kind in _KINDS.items() if any(part.startswith(start) for part in every)), "LoRA")
-    known = base_of(models, lambda key: adapter.tensors[key].shape)
+    known = base_of(models, adapter.tensors)
     keys = [each["alpha"] for _, each in modules if "alpha" in each and adapter.tensors[each["alpha"]].numel == 1]
     keys = [] if is_remote(adapter.checkpoint.path) else keys
     alphas = dict.fromkeys(to_numbers(adapter.stored(key).values, adapter.tensors[key].dtype)[0] for key in keys)
@@ -324,8 +324,6 @@ def _whole(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Weight:
 
 def _weight_of(output: Output, base: Mapping[str, Tensor]) -> Weight | None:
     """Return a weight that a recipe makes of whole rows of the base, each block in the same order, or None."""
-    if not output.shape:
-        return None
     if not output.blocks:
         (source,) = output.sources
         return _whole(source, base[source], output.shape)

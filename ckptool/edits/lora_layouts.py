@@ -13,16 +13,17 @@ Sources: diffusers (``loaders/lora_conversion_utils.py``, ``utils/state_dict_uti
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import frexp, prod
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from ..base.dtypes import BY_NAME
 from ..base.errors import CkptoolError, RefusedError, TargetError, adding_path
 from ..base.records import NamedTuple
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint, Target
+from ..checkpoint.tensors import Tensor
 from ..files.archives import read_object
 from ..files.sources import Computed
 from ..formats.names.hf import ADAPTER_CONFIG
@@ -38,9 +39,7 @@ from .model_config import LOOKUP
 from .ranks import NEW_SETTINGS, STALE, peft_folder, rank_settings, stated
 from .recompute import Recomputation, named_tensors
 
-Shape: TypeAlias = Callable[[str], tuple[int, ...]]
-
-#: For each layout, the program that reads it, and how it spells the models ("" is a U-Net or a transformer) and parts.
+#: For each layout, the program that reads it, and how it spells the models and the parts.
 _LAYOUTS: Final[Mapping[str, Any]] = TABLE["layouts"]
 LAYOUTS: Final[Mapping[str, str]] = {name: layout["reader"] for name, layout in _LAYOUTS.items()}
 #: Parts of embeddings, of single tokens, and of modules that were trained as a whole. kohya and ComfyUI keep the names
@@ -73,10 +72,10 @@ class NewModule(NamedTuple):
         return len(self.rows) == len(self.rows[0].shares) == 1
 
 
-def base_of(models: Sequence[Modules], shape: Shape) -> str:
+def base_of(models: Sequence[Modules], tensors: Mapping[str, Tensor]) -> str:
     """Return the names of the models that have all modules of a LoRA, or "" if none is known."""
     with suppress(RefusedError):
-        return Renaming(models, "diffusers", "", shape).base
+        return Renaming(models, "diffusers", "", tensors).base
     return ""
 
 
@@ -84,16 +83,15 @@ class Renaming:
     """The modules of a LoRA in another ``layout``: ``new``.
 
     ``family`` belongs to the base model, or is None. ``base`` lists the models with these names. ``wanted`` is the key
-    of a family, or "". ``shape`` returns the shape of the tensor with a key. Raise RefusedError if no family has the
+    of a family, or "". ``tensors`` has the tensors by key. Raise RefusedError if no family has the
     modules, or several have them under different names.
     """
 
-    def __init__(self, models: Sequence[Modules], layout: str, wanted: str, shape: Shape) -> None:
+    def __init__(self, models: Sequence[Modules], layout: str, wanted: str, tensors: Mapping[str, Tensor]) -> None:
         #: Each module that the LoRA changes: its model, its name as spelled, and the keys of its parts.
         self.modules = [(model, *item) for model in models for item in model.parts.items()]
         self._has_second = any(model.model == "text_encoder_2" for model in models)
-        self.layout = layout
-        self._shape: Shape = lambda key: shape(key) or (0,)
+        self.layout, self._tensors = layout, tensors
         self.notes: list[str] = []
         self.family, self.base, self.new = self._chosen(wanted)
         #: The models that the output changes.
@@ -101,9 +99,7 @@ class Renaming:
 
     def title(self, new: NewModule) -> str:
         """Return the full name of a module of the output; "" if the program has no such model."""
-        prefixes = _LAYOUTS[self.layout]["prefixes"]
-        is_text = self.layout != "peft" and new.model.startswith(("text_encoder", "lora_te"))
-        prefix: str = prefixes.get(new.model, "" if is_text else prefixes.get("", ""))
+        prefix: str = _LAYOUTS[self.layout]["prefixes"].get(new.model, "")
         return prefix and prefix + (new.name.replace(".", "_") if self.layout == "kohya" else new.name)
 
     def _chosen(self, wanted: str) -> tuple[Family | None, str, list[NewModule]]:
@@ -152,11 +148,16 @@ class Renaming:
             return False
         for at, place in places.items():
             names, parts = place.names(1), self.modules[at][2]
-            wide = self._shape(parts[DOWN])[-1] if DOWN in parts else 0
+            _, wide = self._sides(parts)
             is_context = ".attn2.to_" in names[0] and names[0].endswith(("to_k", "to_v")) and wide in (768, 1024, 2048)
             if any(map(family.lacks, names)) or (family.context and is_context and wide != family.context):
                 return False
         return True
+
+    def _sides(self, parts: Parts) -> tuple[int, int]:
+        """Return the rows and the columns of a product of two matrices; 0 without such a matrix."""
+        up, down = (self._tensors[parts[part]].shape if part in parts else () for part in (UP, DOWN))
+        return up[0] if up else 0, down[-1] if down else 0
 
     def _places(self, family: Family, which: Sequence[int]) -> dict[int, Place]:
         found = {}
@@ -166,7 +167,8 @@ class Renaming:
             if not places and family.key == "clip":
                 places = family.places(f"text_model{'_' if owner.dotless else '.'}{name}", dotless=owner.dotless)
             if len(places) > 1:  # one of them for a norm with two halves of as many rows as it has columns
-                halves = UP in parts and self._shape(parts[UP])[0] == 2 * self._shape(parts[DOWN])[-1]
+                rows, columns = self._sides(parts)
+                halves = UP in parts and rows == 2 * columns
                 places = [place for place in places if place.rule.swapped is halves] or places
             if places:
                 found[at] = places[0]
@@ -211,7 +213,7 @@ class Renaming:
             # The only text encoder of a model has no number in kohya's layout.
             alone = family.text_encoders == 1 if family is not None else label != "te1" and not self._has_second
             only = self.layout == "kohya" and encoder == "text_encoder" and alone
-            yield NewModule("lora_te_" if only else encoder, found[1].names(1)[0], (SourceRows(at),))
+            yield NewModule("only text_encoder" if only else encoder, found[1].names(1)[0], (SourceRows(at),))
 
     def _unknown(self, which: Sequence[int], known: Sequence[Family]) -> RefusedError:
         found = max((self._places(family, which) for family in known), key=len)
@@ -302,7 +304,7 @@ class _Conversion:
             what = "one of experts" if kind == "LORA" else str(kind)[:40]
             raise adapter.refusal(f"only LoRA has other layouts, and it is {what}", BY_PEFT)
         with adding_path(self.path):
-            self.names = Renaming(models, name, family, lambda key: tensors[key].shape)
+            self.names = Renaming(models, name, family, tensors)
         self.modules = self.names.modules
         #: For each module, the adapter with the settings that apply to it.
         self.own = [adapter.of(model) for model in models for _ in model.parts]

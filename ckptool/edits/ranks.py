@@ -16,7 +16,7 @@ from functools import partial
 from itertools import accumulate
 from math import prod, sqrt
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from ..base.dtypes import BY_NAME
 from ..base.errors import RefusedError, TargetError
@@ -26,7 +26,6 @@ from ..base.steps import AnyStep, command, option
 from ..base.text import join_limited, pluralize, quoted, shape_text
 from ..checkpoint.checkpoint import Change, Checkpoint, Target, Tied
 from ..checkpoint.selection import dotted, normal_path
-from ..checkpoint.tensors import Tensor
 from ..files.sources import Computed, FolderSource
 from ..formats.opening import CheckpointOrPath, as_checkpoint, takes_path
 from ..formats.planning import blaming_damage
@@ -73,11 +72,7 @@ def parse_part(text: str | float) -> float:
 # -- the matrices and the folder of a LoRA
 
 
-#: The modules of an edit that get two matrices of a low rank.
-_Made: TypeAlias = dict[str, LowRank]
-
-
-def _add(made: _Made, work: Recomputation, module: str, how: LowRank) -> tuple[Ref, Ref]:
+def _add(made: dict[str, LowRank], work: Recomputation, module: str, how: LowRank) -> tuple[Ref, Ref]:
     """Add the two matrices of a module to an edit; return B and A."""
     made[module] = how
     dtype, (rows, *inner) = BY_NAME[how.dtype], how.source.shape
@@ -91,7 +86,7 @@ def _add(made: _Made, work: Recomputation, module: str, how: LowRank) -> tuple[R
     return b, a
 
 
-def _kept(made: _Made, edit: str) -> list[Change]:
+def _kept(made: dict[str, LowRank], edit: str) -> list[Change]:
     """Return a change for each module, with the part of the norm that it keeps, the smallest part first."""
     found = sorted(made.items(), key=lambda item: item[1].value)
     parts = (f"{how.value * 100 // (PARTS // 100) / 100:g}%" for _, how in found)
@@ -260,7 +255,7 @@ def _extracted(tuned: _Side, base: _Side, rank: int, dtype: str, only: Globs) ->
     attention = [t.shape for name, t in tuned.tensors.items() if name.endswith(".c_attn.weight")]
     # Whether the weights of GPT-2 have a row for each input.
     by_input = bool(attention) and all(len(shape) == 2 and shape[1] == 3 * shape[0] for shape in attention)
-    made: _Made = {}
+    made: dict[str, LowRank] = {}
     items: list[tuple[str, Ref]] = []
     whole, unfit = list[str](), list[str]()
     for name in differing:
@@ -356,7 +351,7 @@ def resize_lora(
         raise found.refusal(what)
     need_torch("computing a low rank", adapter.path)
     work = Recomputation(found.checkpoint)
-    made: _Made = {}
+    made: dict[str, LowRank] = {}
     new: dict[str, Ref] = {}
     before: list[int] = []
     alphas: dict[str, float] = {}
@@ -378,7 +373,13 @@ def resize_lora(
             factor, most = own.product_scale(module, keys), rank if part is None else _enough(product, part, rank)
             alphas[label], fold = factor * (sqrt(most) if own.is_set("use_rslora") else most), 1.0
             if key := keys.get("alpha", ""):
-                new[key], fold = _new_alpha(work, key, own.tensors[key], alphas[label])
+                alpha_dtype = BY_NAME[own.tensors[key].dtype]
+                data, stored = rounded_number(alphas[label], alpha_dtype.name)
+                if alphas[label] and not stored:
+                    data, stored = rounded_number(1.0, alpha_dtype.name)
+                data = swapped(data, work.width(alpha_dtype))
+                new[key] = work.tensor(key, alpha_dtype, own.tensors[key].shape, data)
+                fold = alphas[label] / stored if alphas[label] else 1.0  # makes up for the rounding
             elif own.of_pipeline:
                 alphas[label], fold = most, factor
             before.append(product.a.view.shape[0])
@@ -407,15 +408,6 @@ def _enough(product: Product, part: float, most: int) -> int:
     wanted = squares[-1] * part**2 * (1 - 1e-12)
     enough = next(count for count, square in enumerate(squares, 1) if square >= wanted)
     return min(enough, most or enough)
-
-
-def _new_alpha(work: Recomputation, key: str, tensor: Tensor, alpha: float) -> tuple[Ref, float]:
-    """Return the new alpha of a module, and the factor for its matrices that makes up for the rounding."""
-    dtype = BY_NAME[tensor.dtype]
-    data, stored = rounded_number(alpha, dtype.name)
-    if alpha and not stored:
-        data, stored = rounded_number(1.0, dtype.name)
-    return work.tensor(key, dtype, tensor.shape, swapped(data, work.width(dtype))), alpha / stored if alpha else 1.0
 
 
 def _span(numbers: Collection[int]) -> str:

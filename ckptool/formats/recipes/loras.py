@@ -137,8 +137,6 @@ def _module_rules(rule: Rule, inner: Sequence[str], sizes: Mapping[str, int]) ->
         for pattern in (rule.a[0], rule.b[0])
     )
     shares = tuple(sizes.get(symbol, 1) for symbol in parts) if len(rule.b) > 1 else (1,)
-    if len(shares) != len(rule.b) or len(rule.a) > 1:
-        return
     for text, *rest in replaced:
         swapped = len(rest) == 1 and parts != others
         a, *b = map(names.parsed, (text, *rest))
