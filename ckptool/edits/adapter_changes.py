@@ -35,7 +35,7 @@ _SERIES_CHANGED: Final = 18
 class Module(NamedTuple):
     """A module that an adapter changes: ``parts`` has its keys, ``place`` is its name in the base.
 
-    ``base`` has the shapes of the base at ``path``. ``weight`` multiplies the scale.
+    ``base`` has the shapes of the base at ``path``.
     """
 
     adapter: Adapter
@@ -44,7 +44,6 @@ class Module(NamedTuple):
     place: str
     base: Mapping[str, Shape]
     path: str
-    weight: float
 
     @property
     def key(self) -> str:
@@ -100,7 +99,7 @@ class Module(NamedTuple):
     def change(self, kind: str, keys: Iterable[str], factor: float = 1.0, **how: Any) -> WeightChange:
         """Return a change of the weight by these tensors, with ``factor`` times the weight of the adapter."""
         tensors, own = tuple(map(self.adapter.stored, keys)), self.adapter.in_model
-        return self.key, AdapterStep(kind, tensors, factor * self.weight, in_model=own, **how)
+        return self.key, AdapterStep(kind, tensors, factor * self.adapter.weight, in_model=own, **how)
 
 
 def module_changes(module: Module) -> list[WeightChange] | None:
@@ -219,8 +218,7 @@ def _vera(module: Module, keys: Keys) -> Iterator[WeightChange]:
     """Yield the change of VeRA: the product of parts of two shared matrices, whose rows are scaled."""
     adapter = module.adapter
     if not adapter.is_set("save_projection") or not adapter.tensors.keys() >= set(PROJECTIONS):
-        message = "it lacks the random matrices that its modules share (save_projection is false)"
-        raise adapter.refusal(message, BY_PEFT)
+        raise adapter.refusal("it lacks the random matrices that its modules share (save_projection is false)", BY_PEFT)
     every = {**keys, "vera_A": PROJECTIONS[0], "vera_B": PROJECTIONS[1]}
     size = module.sizes(every, _FORMS["vera"])
     rank, out, inner = size["r"], size["o"], size["w"]
@@ -233,7 +231,7 @@ def _vera(module: Module, keys: Keys) -> Iterator[WeightChange]:
     module.fit(keys["vera_lambda_b"], (inner, out) if transposed else (out, inner))
     b, a, *vectors = (adapter.stored(every[part]) for part in _FORMS["vera"])
     a, b = a._replace(view=a.view._replace(shape=(rank, inner))), b._replace(view=b.view._replace(shape=(out, rank)))
-    yield module.key, AdapterStep("vera", (b, a, *vectors), module.weight, transposed)
+    yield module.key, AdapterStep("vera", (b, a, *vectors), adapter.weight, transposed)
 
 
 def _boft(module: Module, keys: Keys) -> Iterator[WeightChange]:
@@ -269,8 +267,7 @@ def _oft(module: Module, keys: Keys) -> Iterator[WeightChange]:
     if not known or (series and not is_new) or config.get("coft"):
         message = f"{CONFIG} has a rotation of OFT that is not supported: coft, or one that PEFT 0.{_SERIES_CHANGED} "
         raise adapter.refusal(message + "and later do not have", "merge it with the PEFT that trained it")
-    columns = prod(module.own[1:]) // max(side, 1) * side if shared else blocks * side
-    _fit_columns(module, key, columns)
+    _fit_columns(module, key, prod(module.own[1:]) // max(side, 1) * side if shared else blocks * side)
     yield module.change("rotation", (key,), rank=terms if series else 0)
 
 

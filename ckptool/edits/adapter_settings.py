@@ -66,7 +66,7 @@ class Adapter(NamedTuple):
 
     ``of_pipeline``: it has the names of kohya or diffusers. ``alpha`` is used where the adapter records none.
     ``in_model``: it comes from the state dict of a model, with the dtype in which it was trained. PEFT computes in
-    32 bits with others.
+    32 bits with others. ``weight`` multiplies its scale in a merge.
     """
 
     checkpoint: Checkpoint
@@ -75,6 +75,7 @@ class Adapter(NamedTuple):
     of_pipeline: bool = False
     alpha: float | None = None
     in_model: bool = False
+    weight: float = 1.0
 
     @property
     def base_name(self) -> str:

@@ -25,7 +25,7 @@ from ..formats.recipes.evaluation import Output, View, apply, fits
 from ..formats.recipes.recipe import built_in, built_in_names
 from ..values.numeric import to_numbers
 from ..values.torch.adapters import NOT_ADDED, ORDER, AdapterStep
-from .adapter_changes import Module, WeightChange, module_changes
+from .adapter_changes import Module, Shape, WeightChange, module_changes
 from .adapter_names import DOWN, MODELS, NORMS, PEFT_PREFIX, TABLE, UP, WITH_DIFFUSERS, Modules, Parts, is_of_pipeline
 from .adapter_settings import BY_PEFT, CONFIG, Adapter, adapter_config, base_in_header
 from .lora_layouts import base_of
@@ -90,25 +90,24 @@ def _summary(adapter: Adapter, models: Sequence[Modules]) -> str:
 
 
 def weight_changes(
-    adapter: Adapter, base: Mapping[str, Tensor], path: str, weight: float
+    adapter: Adapter, base: Mapping[str, Tensor], path: str
 ) -> tuple[list[WeightChange], Mapping[str, int]]:
     """Return the changes of the weights of ``base``, a state dict, in the order in which they apply.
 
     Also return the number of tensors for each other model of a pipeline, which the base does not hold. ``path`` is the
-    path of the base, ``weight`` multiplies the scale. Raise RefusedError unless every other tensor of the adapter is
-    used and fits.
+    path of the base. Raise RefusedError unless every other tensor of the adapter is used and fits.
     """
     models = adapter.modules()
     if adapter.of_pipeline:
-        return _pipeline_changes(adapter, models, base, path, weight)
+        return _pipeline_changes(adapter, models, base, path)
     parts = {name: keys for model in models for name, keys in model.parts.items()}
     found: list[WeightChange] = []
     if adapter.config.get("target_parameters"):
-        found, used = _parameter_changes(adapter, parts, base, path, weight)
+        found, used = _parameter_changes(adapter, parts, base, path)
         if not (parts := {name: keys for name, keys in parts.items() if name not in used}):
             return found, {}
     shapes = {key: tensor.shape for key, tensor in base.items()}
-    changes = _changes_of(adapter, parts, {}, shapes, path, weight)
+    changes = _changes_of(adapter, parts, {}, shapes, path)
     weights = [key.removesuffix(".weight") for key in shapes if key.endswith(".weight") and len(shapes[key]) > 1]
     lacking = [name for name in weights if name not in parts and adapter.targets(name)]
     if lacking:
@@ -119,18 +118,13 @@ def weight_changes(
 
 
 def _changes_of(
-    adapter: Adapter,
-    parts: Mapping[str, Parts],
-    names: Mapping[str, str],
-    base: Mapping[str, tuple[int, ...]],
-    path: str,
-    weight: float,
+    adapter: Adapter, parts: Mapping[str, Parts], names: Mapping[str, str], base: Mapping[str, Shape], path: str
 ) -> list[WeightChange]:
     """Return the changes by the modules of an adapter; ``names`` maps modules to their names in the base."""
     changes: list[WeightChange] = []
     missing: list[str] = []
     for name, keys in parts.items():
-        made = module_changes(Module(adapter, name, keys, names.get(name, name), base, path, weight))
+        made = module_changes(Module(adapter, name, keys, names.get(name, name), base, path))
         if made is None or (any(key not in base for key, _ in made) and not adapter.is_saved(name)):
             missing.append(name)
         changes += made or ()
@@ -142,8 +136,8 @@ def _changes_of(
         there = list(dict.fromkeys(name.rpartition(".")[0] for name in base))
         near = [*nearest(missing[0], there, 1), *there[:1]]
         raise adapter.refusal(f"{message}; names there are like {quoted(near[0])}" if near else message)
-    if weight != 1 and (other := next((key for key, step in changes if step.kind in NOT_ADDED), "")):
-        message = f"it replaces or multiplies {quoted(other)}, which a weight of {weight:g} does not describe"
+    if adapter.weight != 1 and (other := next((key for key, step in changes if step.kind in NOT_ADDED), "")):
+        message = f"it replaces or multiplies {quoted(other)}, which a weight of {adapter.weight:g} does not describe"
         raise adapter.refusal(message, "merge it with the weight 1")
     return sorted(changes, key=lambda change: ORDER.index(change[1].kind))
 
@@ -162,7 +156,7 @@ _ORDERS: Final = ("out, in", "in, out")
 
 
 def _parameter_changes(
-    adapter: Adapter, parts: Mapping[str, Parts], base: Mapping[str, Tensor], path: str, weight: float
+    adapter: Adapter, parts: Mapping[str, Parts], base: Mapping[str, Tensor], path: str
 ) -> tuple[list[WeightChange], set[str]]:
     """Return the changes of parameters and the modules used; raise RefusedError if the shapes fit none or several."""
     targets = adapter.config.get("target_parameters")
@@ -197,7 +191,7 @@ def _parameter_changes(
                 message = f"{quoted(pair[0])} fits {' and '.join(dict.fromkeys(quoted(name) for name, _ in ways))}"
                 raise adapter.refusal(f"{message} in several ways, and the file does not say which", BY_PEFT)
             ((name, order),) = left
-            found += _expert_changes(adapter, pair, name, known[name], order, weight)
+            found += _expert_changes(adapter, pair, name, known[name], order)
             taken.add(name)
         used |= pairs.keys()
     return found, used
@@ -220,7 +214,7 @@ def _fits(adapter: Adapter, pair: tuple[str, str], weights: Mapping[str, Weight]
 
 
 def _expert_changes(
-    adapter: Adapter, pair: tuple[str, str], name: str, weight: Weight, order: str, factor: float
+    adapter: Adapter, pair: tuple[str, str], name: str, weight: Weight, order: str
 ) -> Iterator[WeightChange]:
     """Yield the change of each tensor in the base that holds rows of an expert."""
     a, b = map(adapter.stored, pair)
@@ -229,7 +223,7 @@ def _expert_changes(
         raise adapter.refusal(f"{quoted(name)} has {experts:,} experts, and {_MOST_EXPERTS:,} are the most")
     rank = a.view.shape[0] // experts
     adapter.check_rank(pair[0], rank)
-    factor *= adapter.scale(name, rank)
+    factor = adapter.weight * adapter.scale(name, rank)
     rows = prod(weight.shape[:-1]) // experts
     (height, columns), (down, right) = b.view.shape, b.view.stride
     for expert in range(experts):
@@ -263,7 +257,7 @@ class Place(NamedTuple):
 class Weight(NamedTuple):
     """A weight that an adapter may mean: its shape, and its places in the base."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     places: tuple[Place, ...] = ()
 
     @property
@@ -317,7 +311,7 @@ def renamed_weights(
                     yield family, {name: weight for name, weight in found if weight is not None}
 
 
-def _whole(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Weight:
+def _whole(name: str, tensor: Tensor, shape: Shape) -> Weight:
     rows = tensor.numel // max(Weight(shape).row, 1)
     return Weight(shape, (Place(name, 0, rows, 0, is_part=False),))
 
@@ -361,7 +355,7 @@ class Match(NamedTuple):
 
 
 def _pipeline_changes(
-    adapter: Adapter, models: Sequence[Modules], base: Mapping[str, Tensor], path: str, weight: float
+    adapter: Adapter, models: Sequence[Modules], base: Mapping[str, Tensor], path: str
 ) -> tuple[list[WeightChange], Mapping[str, int]]:
     """Return the changes by the models that the base holds, and the number of tensors of each other model.
 
@@ -399,7 +393,7 @@ def _pipeline_changes(
             if shape and len(norms) > 1 and norms[0] != shape[0]:
                 what = f"{quoted(magnitude)} has the norms of columns, and only those of rows are supported"
                 raise adapter.refusal(what)
-        changes = _changes_of(own, model.parts, match.names, shapes, path, weight)
+        changes = _changes_of(own, model.parts, match.names, shapes, path)
         for key, step in (item for name, each in changes for item in match.weights[name].changes(each)):
             other = owners.setdefault(key, model.label)
             if other != model.label:
@@ -431,12 +425,12 @@ def _match(adapter: Adapter, model: Modules, layouts: Sequence[tuple[str, Mappin
     return max(found, key=lambda match: match.order)
 
 
-def _product_shape(adapter: Adapter, parts: Parts) -> tuple[int, ...] | None:
+def _product_shape(adapter: Adapter, parts: Parts) -> Shape | None:
     """Return the shape of the weight that two matrices change, or None if one is missing."""
     a, b = (adapter.tensors.get(parts.get(part, "")) for part in (DOWN, UP))
     return (*b.shape[:1], *a.shape[1:]) if a is not None and b is not None else None
 
 
-def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
+def _without_ones(shape: Sequence[int]) -> Shape:
     """Return a shape without the 1s behind the second dimension: a convolution of 1x1 is a linear layer."""
     return tuple(shape[:2]) if prod(shape[2:]) == 1 else tuple(shape)

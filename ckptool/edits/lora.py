@@ -80,9 +80,9 @@ def merge_lora(
         if config is not None and len(adapters) > 1:
             raise TargetError("`--config=` is for one adapter", next="put each adapter_config.json beside its adapter")
         given = None if config is None else settings(base, config)
-        found_adapters = [open_adapter(each, alpha, given) for each in adapters]
+        every = [open_adapter(each, alpha, given)._replace(weight=own) for each, own in zip(adapters, factors)]
         need_torch("merging an adapter", base.path)
-        return _merged(base, found_adapters, factors, key)
+        return _merged(base, every, key)
     parts = taken_apart(base, key, adapter, to_merge=keep is None)
     if parts is None:
         raise TargetError("an adapter to merge is needed", next="name its folder after the base")
@@ -103,18 +103,12 @@ def merge_lora(
         what = f"the adapter as PEFT saves it: {pluralize(number, 'tensor')}"
         change = Change("lora-merge", key or "", number, 0, what, notes)
         return peft_folder(part.replace(changes=(*model.changes, change)), given, of_model=True, tied="keep-first")
-    own = open_adapter(part, alpha, given)._replace(in_model=True)
+    own = open_adapter(part, alpha, given)._replace(in_model=True, weight=factors[0])
     exact = own.config.get("peft_type") == "LORA" and not own.config.get("target_parameters")
     if not exact and any(tensor.dtype in ("float16", "bfloat16") for tensor in own.tensors.values()):
         raise own.refusal("PEFT merges an adapter of this type in 16 bits, with other roundings", BY_PEFT)
     need_torch("merging an adapter", base.path)
-    return _noted(_merged(model, [own], factors, key), *notes)
-
-
-def _noted(checkpoint: Checkpoint, *notes: str) -> Checkpoint:
-    """Put notes at the front of the last change."""
-    last = checkpoint.changes[-1]
-    return checkpoint.replace(changes=(*checkpoint.changes[:-1], last._replace(notes=(*notes, *last.notes))))
+    return _merged(model, [own], key, notes)
 
 
 def merge_lora_files(
@@ -149,7 +143,7 @@ def merge_verdict(base: CheckpointOrPath, adapter: Checkpoint) -> tuple[NextStep
     what = f"the file is {description(adapter)}"
     try:
         with opened(base) as checkpoint:
-            (change, *_) = _merged(checkpoint, [open_adapter(adapter)], [1.0], None).changes
+            (change, *_) = _merged(checkpoint, [open_adapter(adapter)], None).changes
             output = suggested_output(checkpoint.path, "merged")
             step = command("lora merge", checkpoint.path, adapter.path, output=output)
     except CkptoolError as error:
@@ -173,12 +167,12 @@ def step_with_base(adapter: Checkpoint) -> NextStep:
     return NextStep()
 
 
-def _merged(base: Checkpoint, adapters: Sequence[Adapter], factors: Sequence[float], key: str | None) -> Checkpoint:
+def _merged(base: Checkpoint, adapters: Sequence[Adapter], key: str | None, notes: Sequence[str] = ()) -> Checkpoint:
     merge = _Merge(base, key)
-    changes = [merge.add(adapter, factor) for adapter, factor in zip(adapters, factors)]
+    changes = [merge.add(adapter) for adapter in adapters]
     # An adapter inside the base is no other checkpoint.
     others = [adapter.checkpoint for adapter in adapters if adapter.checkpoint.source is not base.source]
-    return merge.done(changes, others)
+    return merge.done(changes, others, notes)
 
 
 class _Merge:
@@ -212,7 +206,7 @@ class _Merge:
         #: Whether an adapter changes the embedding alone, to which the model ties its head.
         self._alone = False
 
-    def add(self, adapter: Adapter, factor: float) -> Change:
+    def add(self, adapter: Adapter) -> Change:
         """Add the changes of one adapter; return what to report about it."""
         base = {**self.tensors, **{key: self.tensors[source] for key, source in self.sources.items() if source}}
         heads: set[str] = set()
@@ -220,7 +214,7 @@ class _Merge:
             modules = {name for model in adapter.modules() for name in model.parts}
             heads = {key for key in (f"{name}.weight" for name in modules) if HEAD.search(key)}
         base |= dict.fromkeys(heads, self.tensors[self._embedding]) if heads else {}
-        changes, unused = weight_changes(adapter, base, self.path, factor)
+        changes, unused = weight_changes(adapter, base, self.path)
         # A tied head that gets the same rows as the embedding stays tied.
         own = [step for key, step in changes if key == self._embedding]
         same = [step for key, step in changes if key in heads]
@@ -253,7 +247,7 @@ class _Merge:
         whole = {key for key, step in changes if step.kind == "copy"}
         merged = len({key for key, step in changes if step.kind != "copy"})
         added = len(whole - base.keys())
-        weight = f" with the weight {factor:g}" if factor != 1 else ""
+        weight = f" with the weight {adapter.weight:g}" if adapter.weight != 1 else ""
         path = adapter.checkpoint.path
         summary = f"{path}{weight}: merged {merged:,}, replaced {len(whole) - added:,}, "
         summary += f"{f'added {added:,}, ' if added else ''}unused {sum(unused.values()):,}"
@@ -267,8 +261,8 @@ class _Merge:
             notes.append(f"the adapter was trained on {quoted(name)}: {what}")
         return Change("lora-merge", "", len(dict(changes)), 0, summary, tuple(notes))
 
-    def done(self, changes: Sequence[Change], adapters: Sequence[Checkpoint]) -> Checkpoint:
-        """Plan the bytes of each changed weight, and return the merged checkpoint.
+    def done(self, changes: Sequence[Change], adapters: Sequence[Checkpoint], notes: Sequence[str]) -> Checkpoint:
+        """Plan the bytes of each changed weight, and return the merged checkpoint, with ``notes`` in the last change.
 
         A weight that shares its storage gets one of its own. So does a head if an adapter changes the embedding and not
         the head that is tied to it.
@@ -303,12 +297,13 @@ class _Merge:
         if new:
             work.refill(self.state_dict, new)
         untied = any(self.sources.values()) or (self._headless and any(map(HEAD.search, self.sources)))
-        edited, config = work.done(changes, others=adapters), self.config
-        if not untied:
-            return edited
-        way = f"{CONFIG} says {_TIED} false now" if config else f"set {_TIED} to false in the model's {CONFIG}"
-        edited = _noted(edited, f"the head differs from the embedding, and becomes weights of its own: {way}")
-        if not config:
+        config = self.config
+        if untied:
+            way = f"{CONFIG} says {_TIED} false now" if config else f"set {_TIED} to false in the model's {CONFIG}"
+            notes = (*notes, f"the head differs from the embedding, and becomes weights of its own: {way}")
+        *before, last = changes
+        edited = work.done([*before, last._replace(notes=(*notes, *last.notes))], others=adapters)
+        if not (untied and config):
             return edited
         own, inner = {**config, _TIED: False}, config.get("text_config")
         if isinstance(inner, dict) and _TIED in inner:

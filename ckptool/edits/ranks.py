@@ -35,7 +35,7 @@ from ..values.numeric import ROUNDED
 from ..values.torch.adapters import StoredTensor
 from ..values.torch.compute import cast_elements, rounded_number
 from ..values.torch.loads import need_torch
-from ..values.torch.low_rank import PARTS, Difference, LowRank, Product, factor_elements, singular_values
+from ..values.torch.low_rank import PARTS, Difference, LowRank, Pair, Product, factor_elements, singular_values
 from .adapter_names import DOWN, PEFT_PREFIX, TABLE, UP
 from .adapter_settings import ALPHAS, CONFIG, RANKS, open_adapter
 from .cast import check_dtype
@@ -88,8 +88,8 @@ def _add(made: dict[str, LowRank], work: Recomputation, module: str, how: LowRan
 
 def _kept(made: dict[str, LowRank], edit: str) -> list[Change]:
     """Return a change for each module, with the part of the norm that it keeps, the smallest part first."""
-    found = sorted(made.items(), key=lambda item: item[1].value)
-    parts = (f"{how.value * 100 // (PARTS // 100) / 100:g}%" for _, how in found)
+    found = sorted(made.items(), key=lambda item: item[1].pair.value)
+    parts = (f"{how.pair.value * 100 // (PARTS // 100) / 100:g}%" for _, how in found)
     return [
         Change(edit, module, how.rank, 0, f"rank {how.rank:,} keeps {part} of the norm")
         for (module, how), part in zip(found, parts)
@@ -268,7 +268,7 @@ def _extracted(tuned: _Side, base: _Side, rank: int, dtype: str, only: Globs) ->
             lookup = len(shape) == 2 and bool(LOOKUP.search(module))
             source = Difference(*pair, lookup or (by_input and bool(_BY_INPUT.search(module))))
             most = min(rank, source.shape[0], prod(source.shape[1:]))
-            how = LowRank(source, most, dtype, work.width(BY_NAME[dtype]))
+            how = LowRank(source, most, dtype, work.width(BY_NAME[dtype]), 1.0, Pair())
             matrices = zip(_MATRICES[lookup], _add(made, work, module, how))
             items += sorted((f"{PEFT_PREFIX}{module}.{end}", ref) for end, ref in matrices)
         else:
@@ -383,7 +383,7 @@ def resize_lora(
             elif own.of_pipeline:
                 alphas[label], fold = most, factor
             before.append(product.a.view.shape[0])
-            how = LowRank(product, most, written, work.width(BY_NAME[written]), fold)
+            how = LowRank(product, most, written, work.width(BY_NAME[written]), fold, Pair())
             new |= zip((keys[end] for end in ends), _add(made, work, label, how))
     if not made:
         raise found.refusal("it has no product of two matrices")

@@ -320,8 +320,8 @@ def test_alpha_of_the_header_or_the_command(
 # -- blocks, processes, damage
 
 
-@pytest.mark.parametrize("damaged", ["base", "adapter"])
-def test_a_flipped_bit_is_found(damaged: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("edit", "damaged"), (("merge", "base"), ("merge", "adapter"), ("resize", "adapter")))
+def test_a_flipped_bit_is_found(edit: str, damaged: str, tmp_path: Path) -> None:
     tensors = factors("a", 300, 300)
     folder = write_adapter(tmp_path / "adapter", tensors)
     (folder / "adapter_model.safetensors").unlink()
@@ -331,9 +331,9 @@ def test_a_flipped_bit_is_found(damaged: str, tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[data.index(b"data/0") + 1200] ^= 1
     path.write_bytes(data)
-    said = say("lora", "merge", tmp_path / "in.pth", folder, "-o", tmp_path / "out.pth")
-    assert said.code == 3 and "checksum" in said.err, said
-    assert not (tmp_path / "out.pth").exists()
+    inputs = (tmp_path / "in.pth", folder) if edit == "merge" else (folder, "--rank", "2")
+    said = say("lora", edit, *inputs, "-o", tmp_path / "out.safetensors")
+    assert said.code == 3 and "checksum" in said.err and not (tmp_path / "out.safetensors").exists(), said
 
 
 # -- refusals

@@ -75,22 +75,34 @@ class Product(NamedTuple):
         return left @ u, values, v @ right.T, float(values.square().sum())
 
 
-class LowRank(Deferred):
-    """Two matrices of a ``rank``, whose product is ``factor`` times the closest one to ``source``.
+class Pair(Deferred):
+    """The elements of both matrices, from the request for one until the request for the other.
 
-    Both get the square roots of the singular values; further columns are 0. ``width`` is the size of the numbers that
-    are byte-swapped. ``elements`` has the bytes of both from the request for one until the request for the other. The
-    deferred number is the kept part of the norm, in millionths.
+    Its number is the kept part of the norm, in millionths.
     """
 
-    def __init__(self, source: Difference | Product, rank: int, dtype: str, width: int, factor: float = 1.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.source, self.rank, self.dtype, self.width, self.factor = source, rank, dtype, width, factor
         self.lock = Lock()
         self.elements: tuple[bytes, bytes] | None = None
 
-    def __reduce__(self) -> tuple[object, ...]:  # another process computes the elements again
-        return LowRank, (self.source, self.rank, self.dtype, self.width, self.factor)
+    def __reduce__(self) -> tuple[object, ...]:
+        return Pair, ()  # another process computes them again
+
+
+class LowRank(NamedTuple):
+    """Two matrices of a ``rank``, whose product is ``factor`` times the closest one to ``source``.
+
+    Both get the square roots of the singular values; further columns are 0. ``width`` is the size of the numbers that
+    are byte-swapped. It is a tuple, because the checksums of what a plan reads are looked for in tuples.
+    """
+
+    source: Difference | Product
+    rank: int
+    dtype: str
+    width: int
+    factor: float
+    pair: Pair
 
 
 def factor_elements(how: LowRank, which: int) -> Iterator[bytes]:
@@ -99,11 +111,11 @@ def factor_elements(how: LowRank, which: int) -> Iterator[bytes]:
     Both are computed at the first of two requests.
     """
     torch = need_torch("computing a low rank")
-    with how.lock:
-        made, how.elements = how.elements, None
+    with how.pair.lock:
+        made, how.pair.elements = how.pair.elements, None
         if made is None:
             with one_thread(torch):
-                made = how.elements = _computed(torch, how)
+                made = how.pair.elements = _computed(torch, how)
     yield swapped(made[which], how.width)
 
 
@@ -119,7 +131,7 @@ def _computed(torch: Any, how: LowRank) -> tuple[bytes, bytes]:
     u, values, v, total = how.source.decomposed(torch, how.rank)
     count = min(how.rank, len(values))
     square = float(values[:count].double().square().sum())
-    how.value = round(PARTS * (min(sqrt(square / total), 1.0) if total else 1.0))
+    how.pair.value = round(PARTS * (min(sqrt(square / total), 1.0) if total else 1.0))
     root = (values[:count] * abs(how.factor)).sqrt()
     b, a = u.new_zeros(len(u), how.rank), v.new_zeros(how.rank, v.shape[1])
     b[:, :count], a[:count] = u[:, :count] * root.copysign(how.factor), v[:count] * root[:, None]
