@@ -214,18 +214,6 @@ class PooledFile(FileSource):
         finally:
             self._release()
 
-    def read_into(self, offset: int, buffer: bytearray | memoryview) -> None:
-        with self.kept_open():
-            super().read_into(offset, buffer)
-
-    def next_data(self, offset: int) -> int:
-        with self.kept_open():
-            return super().next_data(offset)
-
-    def next_hole(self, offset: int) -> int:
-        with self.kept_open():
-            return super().next_hole(offset)
-
     def check_unchanged(self) -> None:
         """Raise ChangedError if the file changed, or another file has its name: reopening would read that one."""
         try:

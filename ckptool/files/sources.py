@@ -115,7 +115,10 @@ class FileSource(Source):
 
     def read_into(self, offset: int, buffer: bytearray | memoryview) -> None:
         """Fill a reusable buffer with the bytes from ``offset`` on; raises ChangedError if the file has fewer."""
-        done = _preadv(self.fd, buffer, offset) if self.fd >= 0 else 0
+        done = 0
+        if hasattr(os, "preadv"):
+            with suppress(OSError), self.kept_open():  # ``read`` then raises the reason
+                done = os.preadv(self.fd, [buffer], offset)
         if done < len(buffer):
             data = self.read(offset + done, len(buffer) - done)
             if len(data) < len(buffer) - done:
@@ -127,17 +130,17 @@ class FileSource(Source):
         if not hasattr(os, "SEEK_DATA"):
             return offset
         try:
-            return os.lseek(self.fd, offset, os.SEEK_DATA)
+            with self.kept_open():
+                return os.lseek(self.fd, offset, os.SEEK_DATA)
         except OSError as error:
             # ENXIO: only a hole follows, up to the end. Some filesystems cannot tell at all.
             return self.size if error.errno == errno.ENXIO else offset
 
     def next_hole(self, offset: int) -> int:
         """Return the first offset, from ``offset`` on, that is in a hole; the end of the file if no hole follows."""
-        try:
+        with suppress(OSError), self.kept_open():
             return os.lseek(self.fd, offset, os.SEEK_HOLE) if hasattr(os, "SEEK_HOLE") else self.size
-        except OSError:
-            return self.size
+        return self.size
 
     def local_file(self) -> FileSource:
         return self
@@ -278,27 +281,16 @@ class SliceSource(Source):
         yield Span(self.source, self.offset + offset, size)
 
 
-class MemberSource(Source):
-    """A member of an archive. ``inner`` holds its bytes; ``file`` is the archive, which is closed with the member.
+class MemberSource(SliceSource):
+    """A member of an archive. ``source`` holds its bytes; ``file`` is the archive, which is closed with the member.
 
     ``unpack`` is the command that extracts it.
     """
 
-    def __init__(self, inner: Source, file: Source, name: str, unpack: str) -> None:
-        self.name = name
-        self.size = inner.size
-        self.inner = inner
+    def __init__(self, source: Source, file: Source, name: str, unpack: str) -> None:
+        super().__init__(source, 0, source.size, name)
         self.file = file
         self.unpack = unpack
-
-    def read(self, offset: int, size: int) -> bytes:
-        return self.inner.read(offset, size)
-
-    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        self.inner.prefetch(ranges)
-
-    def origins(self, offset: int, size: int) -> Iterator[Span]:
-        yield Span(self.inner, offset, size)
 
     def close(self) -> None:
         self.file.close()
@@ -313,20 +305,13 @@ else:  # Windows has no pread; one thread reads one source, so a seek works as w
         return os.read(fd, size)
 
 
-def _preadv(fd: int, buffer: bytearray | memoryview, offset: int) -> int:
-    """Read into a buffer; return the number of bytes, or 0 if that fails (``read`` then raises the reason)."""
-    if not hasattr(os, "preadv"):
-        return 0
-    try:
-        return os.preadv(fd, [buffer], offset)
-    except OSError:
-        return 0
-
-
-_FILE_TYPES = (
-    *((stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket")),
-    *((stat.S_ISCHR, "a character device"), (stat.S_ISBLK, "a block device")),
-)
+_FILE_TYPES: Final = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+}
 
 
 def open_source(path: FilePath) -> FileSource:
@@ -338,17 +323,15 @@ def open_source(path: FilePath) -> FileSource:
 def open_file(name: str) -> tuple[int, os.stat_result]:
     """Return a descriptor of a regular file, and its status; raises as ``open_source`` does."""
     # O_NONBLOCK: opening a FIFO without a writer would hang.
-    flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
-        fd = os.open(name, flags)
+        fd = os.open(name, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except (OSError, ValueError) as error:
         raise not_opened(error, name) from error
     status = os.fstat(fd)
-    for test, kind in () if stat.S_ISREG(status.st_mode) else _FILE_TYPES:
-        if test(status.st_mode):
-            os.close(fd)
-            hint = "name a checkpoint file in it" if test is stat.S_ISDIR else "copy its content to a file first"
-            raise UnreadableError(f"it is {kind}, not a file", path=name, next=hint)
+    if kind := _FILE_TYPES.get(stat.S_IFMT(status.st_mode)):
+        os.close(fd)
+        hint = "name a checkpoint file in it" if stat.S_ISDIR(status.st_mode) else "copy its content to a file first"
+        raise UnreadableError(f"it is {kind}, not a file", path=name, next=hint)
     return fd, status
 
 
@@ -462,6 +445,9 @@ class Deferred:
 
     def __init__(self) -> None:
         self.value = 0
+
+    def __index__(self) -> int:
+        return self.value
 
 
 class Computed(NamedTuple):

@@ -70,10 +70,11 @@ def from_threads(progress: Callable[[int], None] | None) -> Callable[[int], None
 class Background:
     """Work that runs in a separate thread within the context if it is ``worth_it``; otherwise ``finish`` runs it.
 
-    A subclass does the work in ``_run``, which should return early once ``_stopped`` is set.
+    ``work`` is called with an event, and should return early once this is set: at the end of the context.
     """
 
-    def __init__(self, worth_it: bool) -> None:
+    def __init__(self, work: Callable[[threading.Event], object], worth_it: bool = True) -> None:
+        self._work = work
         self._stopped = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._keep_error, daemon=True) if worth_it else None
@@ -83,7 +84,7 @@ class Background:
             self._thread.start()
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stopped.set()
         if self._thread:
             self._thread.join()
@@ -99,12 +100,9 @@ class Background:
 
     def _keep_error(self) -> None:
         try:
-            self._run()
+            self._work(self._stopped)
         except BaseException as error:
             self._error = error
-
-    def _run(self) -> None:
-        raise NotImplementedError
 
 
 def run_in_threads(

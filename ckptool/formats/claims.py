@@ -163,7 +163,7 @@ def member_checksums(checkpoint: Checkpoint) -> Iterator[ExpectedChecksum]:
     """Yield the checksums that zip archives record for member inputs without checksums of their own."""
     for each in checkpoint.inputs:
         if each.traits.no_checksums and isinstance(each.source, MemberSource):
-            inner = each.source.inner
+            inner = each.source.source
             if isinstance(inner, SliceSource) and inner.crc:
                 where = f"the member {inner.name} of the archive"
                 yield ExpectedChecksum(Span(each.source, 0, inner.size), inner.size, False, inner.crc, where)

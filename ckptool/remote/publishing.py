@@ -361,8 +361,8 @@ class _Putting(Background):
     """Writes one object from chunks that the caller puts. If the caller fails, nothing is written."""
 
     def __init__(self, target: Target, size: int, etag: str, progress: Progress) -> None:
-        super().__init__(True)
-        self._target, self._size, self._etag, self._progress = target, size, etag, progress
+        super().__init__(lambda stopped: target.store.put(target.key, self._taken(), size, etag))
+        self._progress = progress
         self._chunks: Queue[bytes | None] = Queue(_SENDING)
 
     def put(self, data: Buffer) -> None:
@@ -381,9 +381,6 @@ class _Putting(Background):
                 self._chunks.put(data, timeout=0.05)
                 return
         raise self._error
-
-    def _run(self) -> None:
-        self._target.store.put(self._target.key, self._taken(), self._size, self._etag)
 
     def _taken(self) -> Iterator[bytes]:
         while not self._stopped.is_set():

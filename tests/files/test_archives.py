@@ -115,7 +115,7 @@ def test_the_archive_is_an_input(outer: Path) -> None:
 def test_stored_members_are_not_copied(tmp_path: Path) -> None:
     for path in (zipped(tmp_path / "a.zip", PARTS), tarred(tmp_path / "a.tar", PARTS)):
         source = open_any(f"{path}!run/policy.pth")
-        assert isinstance(source, MemberSource) and isinstance(source.inner, SliceSource)
+        assert isinstance(source, MemberSource) and isinstance(source.source, SliceSource)
         source.close()
 
 

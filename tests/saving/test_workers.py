@@ -252,11 +252,11 @@ _CARRY_OUT = workers._write
 
 def die_once(task: Any) -> Any:
     """Write half of a file, then die, the first time; in a process of a pool."""
-    mark = Path(task.path).parent.parent / "mark"
+    mark = Path(task[0]).parent.parent / "mark"
     if not mark.exists():
         mark.touch()
-        with open(task.path, "r+b") as file:
-            file.write(os.urandom(task.size // 2))
+        with open(task[0], "r+b") as file:
+            file.write(os.urandom(os.path.getsize(task[0]) // 2))
         os.kill(os.getpid(), signal.SIGKILL)
     return _CARRY_OUT(task)
 

@@ -58,6 +58,9 @@ _COMBINED: Final = 128 << 10
 #: Reasons why the kernel may be unable to copy: another filesystem, an old one, a forbidden call.
 _UNSUPPORTED: Final = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
 
+#: How an existing file is opened to write to it.
+READ_WRITE: Final = os.O_RDWR | getattr(os, "O_BINARY", 0)
+
 #: Called with the number of bytes that moved, from any thread.
 Progress: TypeAlias = Callable[[int], None]
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
@@ -86,7 +89,7 @@ def write_pieces(plan: Plan, fd: int, progress: Progress | None = None) -> None:
     size, expected = plan.size, plan.expected_checksums
     writer = _Writer(fd, expected, progress or ignore)
     work = size + sum(checksum.span.size for checksum in expected)
-    with _Flusher(fd, size), Prefetcher(plan.pieces, _SMALL) as ahead:
+    with _flushed(fd, size), Prefetcher(plan.pieces, _SMALL) as ahead:
         sizes = [work] if hasattr(os, "pwrite") else []
         run_in_threads(writer.steps(plan.pieces, ahead), lambda step: step(), sizes, writer.stopped)
     if os.fstat(fd).st_size < size:
@@ -259,8 +262,7 @@ class _Writer:
             elif isinstance(piece, Computed):
                 if early:  # while another thread waits for the piece before this one
                     yield partial(self._verify, early.pop(next(iter(early))))
-                while not self._computing.acquire(timeout=0.1):  # by one thread at a time, in their order
-                    self._advance(0)  # a signal may have come before the other thread could release it
+                self._begin_computing()
                 yield partial(self._compute, piece, ahead.chunks(piece), at)
             else:
                 yield from self._copies(piece, at)
@@ -333,14 +335,9 @@ class _Writer:
         """Write the bytes of a piece as they are computed."""
         try:
             self._advance(0)
-            end = at + piece.size
-            for data in chunks:
-                if at + len(data) > end:
-                    break
+            for data in _whole(piece, chunks):
                 self._put(data, at)
                 at += len(data)
-            if at != end:
-                raise ChangedError("the input yielded another number of bytes than planned")
         except BaseException:
             self.stopped.set()  # first, so that the next thread computes nothing more
             raise
@@ -349,19 +346,19 @@ class _Writer:
 
     def _computed(self, piece: Computed, ahead: Prefetcher) -> bytearray:
         """Return the bytes of a short computed piece, after all pieces before it."""
-        while not self._computing.acquire(timeout=0.1):
-            self._advance(0)
+        self._begin_computing()
         try:
             computed = bytearray()
-            for data in ahead.chunks(piece):
+            for data in _whole(piece, ahead.chunks(piece)):
                 computed += data
-                if len(computed) > piece.size:
-                    break
+            return computed
         finally:
             self._computing.release()
-        if len(computed) != piece.size:
-            raise ChangedError("the input yielded another number of bytes than planned")
-        return computed
+
+    def _begin_computing(self) -> None:
+        """Wait until no other thread computes a piece, because pieces are computed one at a time, in their order."""
+        while not self._computing.acquire(timeout=0.1):
+            self._advance(0)  # a signal may have come before the other thread could release it
 
     def _assemble(self, source: AssembledSource, part: Span, at: int) -> None:
         """Assemble bytes, and keep the checksums of adjacent bytes that are read for them."""
@@ -470,6 +467,18 @@ class _Writer:
             raise _Stopped
 
 
+def _whole(piece: Computed, chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the chunks of a computed piece; raise ChangedError if it has another size than planned."""
+    left = piece.size
+    for data in chunks:
+        left -= len(data)
+        if left < 0:
+            break
+        yield data
+    if left:
+        raise ChangedError("the input yielded another number of bytes than planned")
+
+
 class _Streamer(_Writer):
     """Passes pieces to a function, in the order of their bytes. The steps must be done one after the other."""
 
@@ -504,25 +513,20 @@ def _pwrite(fd: int, data: memoryview, offset: int) -> int:
     return os.write(fd, data)
 
 
-class _Flusher(Background):
-    """Syncs the written bytes while more are written, so that the disk is busy from the start.
+@contextmanager
+def _flushed(fd: int, size: int) -> Iterator[None]:
+    """Sync the written bytes while more are written, so that the disk is busy from the start.
 
     Copying first and syncing at the end would take the sum of both times.
     """
 
-    def __init__(self, fd: int, size: int) -> None:
-        super().__init__(size >= _MIN_FLUSHED and hasattr(os, "fdatasync"))
-        self._fd = fd
+    def sync(stopped: Event) -> None:
+        while not stopped.wait(0.01):
+            os.fdatasync(fd)
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        super().__exit__(kind)
-        # The kernel reports a failed write-back only once, so the error must be raised here.
-        if self._error and kind is None:
-            raise self._error
-
-    def _run(self) -> None:
-        while not self._stopped.wait(0.01):
-            os.fdatasync(self._fd)
+    with Background(sync, size >= _MIN_FLUSHED and hasattr(os, "fdatasync")) as syncing:
+        yield
+    syncing.finish()  # the kernel reports a failed write-back only once, so the error must be raised here
 
 
 def write_all(fd: int, data: bytes) -> None:

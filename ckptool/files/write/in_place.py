@@ -8,7 +8,6 @@ new one.
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -17,15 +16,10 @@ from typing import Final
 from ...base.errors import OutputError, RefusedError
 from ...base.steps import undo_step
 from ..sources import FILESYSTEM_BLOCK, AppendPlan, FileSource, Source, Span, open_source
-from .copying import as_output_failure, write_all
+from .copying import READ_WRITE, as_output_failure, write_all
+from .output import lock
 from .planned import Check
 from .space import reclaim
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 
 #: Part of the 65,557 bytes in which readers search the end record, which is in the last sector of a step.
 _SEARCHED: Final = 15 * FILESYSTEM_BLOCK
@@ -111,19 +105,16 @@ def shorten(source: FileSource, size: int) -> None:
 @as_output_failure()
 def check_idle(source: FileSource) -> None:
     """Raise RefusedError if another process is editing the file in place, ChangedError if one has."""
-    _lock(source.fd, source.name, exclusively=False)
-    if fcntl is not None:
-        with suppress(OSError):
-            fcntl.flock(source.fd, fcntl.LOCK_UN)
+    _lock(source.fd, source.name, "LOCK_SH")
+    lock(source.fd, "LOCK_UN")
     source.check_unchanged()
 
 
 @contextmanager
 def open_locked(source: FileSource) -> Iterator[int]:
     """Open the file of a source for writing, and lock it; OSErrors become OutputErrors."""
-    flags = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     try:
-        fd = os.open(source.name, flags)
+        fd = os.open(source.name, READ_WRITE)
     except OSError as error:
         raise OutputError(f"it cannot be edited: {error.strerror or error}", path=source.name) from error
     try:
@@ -140,15 +131,9 @@ def open_locked(source: FileSource) -> Iterator[int]:
             os.close(fd)
 
 
-def _lock(fd: int, path: str, *, exclusively: bool = True) -> None:
-    if fcntl is None:
-        return
-    try:
-        fcntl.flock(fd, (fcntl.LOCK_EX if exclusively else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            raise RefusedError("another process edits it in place", path=path, next="try again later") from error
-        # The filesystem has no locks.
+def _lock(fd: int, path: str, how: str = "LOCK_EX") -> None:
+    if lock(fd, how) is False:
+        raise RefusedError("another process edits it in place", path=path, next="try again later")
 
 
 def write_at(fd: int, at: int, data: bytes) -> None:

@@ -23,14 +23,9 @@ from ..archives import refuse_address
 from ..downloads import check_unchanged
 from ..sources import FileSource, FolderPlan, Plan, Source, Span
 from ..threads import Background
-from .copying import Progress, as_output_failure, write_pieces
+from .copying import READ_WRITE, Progress, as_output_failure, write_pieces
 from .planned import Check, as_planned
 from .space import allocate
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
@@ -41,15 +36,8 @@ _MIN_SYNCED: Final = 1 << 20
 TEMPORARY: Final = ".ckptool-tmp"
 
 
-class StagedFile(NamedTuple):
-    """A staged file: its path, and the plan to write to it."""
-
-    path: str
-    plan: Plan
-
-
-#: Writes the bytes of the files of a staged folder, which exist in their full size, in other processes.
-Fill: TypeAlias = Callable[[Sequence[StagedFile]], None]
+#: Writes the files of a staged folder in other processes, by their paths. They exist in their full size.
+Fill: TypeAlias = Callable[[Sequence[tuple[str, Plan]]], None]
 #: Raises ReadBackError if a staged folder, given by its path, is wrong.
 FolderCheck: TypeAlias = Callable[[str], None]
 
@@ -94,17 +82,6 @@ def _exchange_atomically(one: bytes, other: bytes) -> bool:
         return bool(libc.renameat2(_AT_FDCWD, one, _AT_FDCWD, other, _RENAME_EXCHANGE) == 0)
     except (ImportError, OSError, AttributeError, TypeError):
         return False
-
-
-class BackgroundSync(Background):
-    """Syncs a file in the background."""
-
-    def __init__(self, fd: int, size: int) -> None:
-        super().__init__(size >= _MIN_SYNCED)
-        self._fd = fd
-
-    def _run(self) -> None:
-        os.fsync(self._fd)
 
 
 def check_output(path: str, sources: Sequence[Source], *, force: bool = False) -> str:
@@ -221,8 +198,7 @@ def _leftover_stem(name: str) -> str:
 
 def create(path: str) -> int:
     """Create a new file, locked as long as it is open."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-    fd = os.open(path, flags, 0o600)
+    fd = os.open(path, READ_WRITE | os.O_CREAT | os.O_EXCL, 0o600)
     lock(fd)  # without it, another run would treat the file as a leftover
     return fd
 
@@ -234,7 +210,7 @@ def _check_and_sync(fd: int, path: str, mode: int, sources: Sequence[Source], ch
         if hasattr(os, "fchmod"):
             os.fchmod(fd, mode & 0o777)
         check_unchanged(sources)
-        with BackgroundSync(fd, staged.size) as syncing:
+        with Background(lambda stopped: os.fsync(fd), staged.size >= _MIN_SYNCED) as syncing:
             check(staged)
             syncing.finish()
         return staged.size
@@ -286,14 +262,16 @@ def remove_temporary(temporary: str, names: Sequence[str] | None = None) -> str:
     return ""
 
 
-def lock(fd: int) -> bool:
-    """Lock a file or folder as long as it is open; return False if locks do not work, or another run has locked it."""
-    if fcntl is None:
-        return False
+def lock(fd: int, how: str = "LOCK_EX") -> bool | None:
+    """Lock a file or folder as long as it is open; return False if another process locked it, None without locks."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
+        import fcntl
+
+        fcntl.flock(fd, getattr(fcntl, how) | fcntl.LOCK_NB)
+    except ImportError:  # Windows
+        return None
+    except OSError as error:  # or the filesystem has no locks
+        return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
     return True
 
 
@@ -310,8 +288,8 @@ def _remove(path: str, names: Sequence[str] | None = None) -> None:
 
 def remove_leftovers(folder: str, name: str) -> None:
     """Remove leftovers of a killed run for the same output. A live run holds a lock on its files."""
-    if fcntl is None:
-        return
+    if not hasattr(os, "O_NOFOLLOW"):
+        return  # Windows, which has no such locks either
     head = _leftover_stem(name)
     try:
         names = [entry for entry in os.listdir(folder) if entry.startswith(head) and entry.endswith(TEMPORARY)]
@@ -385,14 +363,14 @@ def _check_replaceable(target: str, path: str, force: bool, names: Collection[st
 
 def _fill_folder(files: FolderPlan, folder: str, mode: int, fill: Fill) -> None:
     """Create the files of a staged folder, let ``fill`` write them, then read each back."""
-    staged = [StagedFile(os.path.join(folder, name), plan) for name, plan in files.files]
+    staged = [(os.path.join(folder, name), plan) for name, plan in files.files]
     for path, plan in staged:
         fd = create(path)
         os.ftruncate(fd, plan.size)
         os.close(fd)
     fill(staged)
     for path, plan in staged:
-        fd = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+        fd = os.open(path, READ_WRITE)
         try:
             _check_and_sync(fd, path, mode, (), as_planned(plan))
         finally:

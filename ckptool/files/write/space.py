@@ -15,11 +15,6 @@ from ...base.text import human_bytes
 from ..sources import FILESYSTEM_BLOCK, FileSource, FolderPlan, Plan, Span, size_of
 from .copying import data_and_holes
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 #: Flags of Linux's fallocate (linux/falloc.h): the size of the file stays, the bytes become a hole.
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 #: Fewer bytes are written faster than they are reserved.
@@ -97,13 +92,15 @@ def _can_share(source: FileSource, folder: str, shares: dict[int, bool]) -> bool
 
     ``shares`` keeps the answers by device.
     """
-    if fcntl is None or source.size < FILESYSTEM_BLOCK:
+    if source.size < FILESYSTEM_BLOCK:
         return False
     device = source.signature[0]
     if device not in shares:
         shares[device] = False
         with _nameless(folder) as fd, suppress(OSError), source.kept_open():
             if fd >= 0:
+                import fcntl  # Linux has it, as it has unnamed files
+
                 fcntl.ioctl(fd, _CLONE_RANGE, struct.pack("=qQQQ", source.fd, 0, FILESYSTEM_BLOCK, 0))
                 shares[device] = True
     return shares[device]

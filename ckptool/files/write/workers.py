@@ -7,33 +7,16 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from io import BytesIO
 from typing import Any
 
 from ...base.errors import CkptoolError, OutputError
-from ...base.records import NamedTuple
 from ..engine import OpenExecutor, each_answer
 from ..sources import Deferred, Plan
-from .copying import Progress, as_output_failure, write_pieces
-from .output import StagedFile
-
-
-class _Task(NamedTuple):
-    """A file to write: its place in the list of files, its path and size, and the pickle of its plan."""
-
-    number: int
-    path: str
-    size: int
-    plan: bytes
-
-
-class _Written(NamedTuple):
-    """A file that was written: its place in the list of files, and the values of the plan's deferred numbers."""
-
-    number: int
-    values: list[int]
+from .copying import READ_WRITE, Progress, as_output_failure, write_pieces
 
 
 class _Pickler(pickle.Pickler):
@@ -57,43 +40,44 @@ def _pickled(plan: Plan) -> tuple[bytes, list[Deferred]]:
     return file.getvalue(), pickler.deferred
 
 
-def write_by(workers: OpenExecutor, files: Sequence[StagedFile], progress: Progress | None = None) -> None:
-    """Let ``workers`` write files that exist in their full size. They start here, so not for a refused output.
+def write_by(workers: OpenExecutor, files: Sequence[tuple[str, Plan]], progress: Progress | None = None) -> None:
+    """Let ``workers`` write files, by their paths, that exist in their full size.
 
-    Raises the errors of ``write_file``, and EngineError.
+    The workers start here, so not for a refused output. Raises the errors of ``write_file``, and EngineError.
     """
-    deferred: dict[int, list[Deferred]] = {}
+    deferred: deque[list[Deferred]] = deque()
 
-    def tasks() -> Iterator[_Task]:
-        for number, (path, plan) in enumerate(files):
-            data, deferred[number] = _pickled(plan)
-            yield _Task(number, path, plan.size, data)
+    def tasks() -> Iterator[tuple[str, bytes]]:
+        for path, plan in files:
+            data, numbers = _pickled(plan)
+            deferred.append(numbers)
+            yield path, data
 
     with closing(each_answer(workers, _write, tasks(), _lost)) as answers:
-        for number, values in answers:
-            for each, value in zip(deferred.pop(number), values, strict=True):
+        for (_, plan), values in zip(files, answers, strict=True):
+            for each, value in zip(deferred.popleft(), values, strict=True):
                 each.value = value
             if progress is not None:
-                progress(files[number].plan.size)
+                progress(plan.size)
 
 
-def _lost(task: _Task, error: CkptoolError) -> _Written:
-    error.path = task.path
+def _lost(task: tuple[str, bytes], error: CkptoolError) -> list[int]:
+    error.path = task[0]
     raise error
 
 
 @as_output_failure()
-def _write(task: _Task) -> _Written:
-    """Write a file, in a worker."""
-    plan, deferred = pickle.loads(task.plan)
-    flags = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+def _write(task: tuple[str, bytes]) -> list[int]:
+    """Write a file, given by its path and the pickle of its plan, in a worker; return the plan's deferred numbers."""
+    path, data = task
+    plan, deferred = pickle.loads(data)
     try:
-        fd = os.open(task.path, flags)
+        fd = os.open(path, READ_WRITE)
         try:
             write_pieces(plan, fd)
             os.fsync(fd)
         finally:
             os.close(fd)
     except OSError as error:
-        raise OutputError(f"writing failed: {error.strerror or error}", path=task.path) from error
-    return _Written(task.number, [each.value for each in deferred])
+        raise OutputError(f"writing failed: {error.strerror or error}", path=path) from error
+    return [each.value for each in deferred]

@@ -28,11 +28,7 @@ _ENTRY: Final = Struct("<4s4x2H4x3I3H8xI")
 _END_HEAD: Final = b"PK\x05\x06" + bytes(4)
 
 
-class DeferredCrc(Deferred):
-    """A CRC-32 computed while the bytes are written."""
-
-
-class RecordedCrc(DeferredCrc):
+class RecordedCrc(Deferred):
     """The CRC-32 of a whole source, which is looked up once its bytes were written."""
 
     __slots__ = ("source",)
@@ -45,12 +41,13 @@ class RecordedCrc(DeferredCrc):
 class RecordContent(NamedTuple):
     """A record to write: its full name, its bytes as stored, and their CRC-32 and size inflated.
 
-    ``deflated`` says whether the bytes are a deflate stream; ``crc`` 0 means "not computed".
+    ``deflated`` says whether the bytes are a deflate stream; ``crc`` 0 means "not computed", a ``Deferred`` one is
+    computed while the bytes are written.
     """
 
     name: str
     body: Piece
-    crc: int | DeferredCrc
+    crc: int | Deferred
     size: int
     deflated: bool = False
 
@@ -82,14 +79,14 @@ def checksummed(name: str, piece: Piece) -> RecordContent:
     source = with_crc(piece)
     if source is not None:
         return RecordContent(name, piece, RecordedCrc(source), source.size)
-    crc = DeferredCrc()
+    crc = Deferred()
     late = isinstance(piece, Computed) and piece.late
     size = size_of(piece)
     body = new_tuple(Computed, (size, summed, (piece, crc), late))
     return new_tuple(RecordContent, (name, body, crc, size, False))
 
 
-def summed(piece: Piece, crc: DeferredCrc) -> Iterator[bytes]:
+def summed(piece: Piece, crc: Deferred) -> Iterator[bytes]:
     """Yield the bytes of a piece, and keep their checksum."""
     crc.value = 0
     for data in _chunks(piece):
@@ -116,7 +113,7 @@ def plan_archive(contents: Iterable[RecordContent]) -> Plan:
         directory.append((content, at))
         pieces += [header, content.body, descriptor]
         at += len(header) + size_of(content.body) + size_of(descriptor)
-    deferred = any(isinstance(content.crc, DeferredCrc) and content.size for content, _ in directory)
+    deferred = any(isinstance(content.crc, Deferred) and content.size for content, _ in directory)
     size = sum([_entry_size(content, at) for content, at in directory])
     pieces.append(_deferred(size, _directory, *directory) if deferred else _directory(*directory))
     end = end_records(len(directory), at, size_of(pieces[-1]), wide=_u16(0x031E) + _u16(45) + bytes(8))
@@ -134,10 +131,6 @@ def _built(build: Callable[..., bytes], *parameters: object) -> tuple[bytes]:
 
 def _directory(*entries: tuple[RecordContent, int]) -> bytes:
     return b"".join([directory_entry(content, at) for content, at in entries])
-
-
-def _crc_bytes(content: RecordContent) -> int:
-    return content.crc.value if isinstance(content.crc, DeferredCrc) else content.crc
 
 
 def header_and_descriptor(content: RecordContent, at: int, *, padded: bool = True) -> tuple[bytes, Piece]:
@@ -160,27 +153,16 @@ def header_and_descriptor(content: RecordContent, at: int, *, padded: bool = Tru
     header = LOCAL.pack(b"PK\x03\x04", 0, flags, method, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
     if not stored:
         return header, b""
-    parts = content, bool(wide)
-    if isinstance(content.crc, RecordedCrc):
-        return header, Computed(_descriptor_size(*parts), _looked_up, parts, late=True)
-    if isinstance(content.crc, DeferredCrc):
-        return header, _deferred(_descriptor_size(*parts), _descriptor, *parts)
-    return header, _descriptor(*parts)
-
-
-def _looked_up(content: RecordContent, wide: bool) -> tuple[bytes]:
-    assert isinstance(content.crc, RecordedCrc)
-    content.crc.value = content.crc.source.crc()
-    return (_descriptor(content, wide),)
+    if isinstance(content.crc, Deferred):
+        return header, _deferred(24 if wide else 16, _descriptor, content, bool(wide))
+    return header, _descriptor(content, bool(wide))
 
 
 def _descriptor(content: RecordContent, wide: bool) -> bytes:
-    pack = _u64 if wide else _u32
-    return b"PK\x07\x08" + _u32(_crc_bytes(content)) + pack(size_of(content.body)) + pack(content.size)
-
-
-def _descriptor_size(content: RecordContent, wide: bool) -> int:
-    return 24 if wide else 16
+    pack, crc = _u64 if wide else _u32, content.crc
+    if isinstance(crc, RecordedCrc):
+        crc.value = crc.source.crc()
+    return b"PK\x07\x08" + _u32(crc) + pack(size_of(content.body)) + pack(content.size)
 
 
 def padding_field(archive: Archive, record: Record) -> bytes | None:
@@ -215,9 +197,7 @@ def directory_entry(content: RecordContent, at: int) -> bytes:
     method = 8 if content.deflated else 0
     sizes = min(stored, FULL32), min(content.size, FULL32)
     lengths = len(name), len(wide), 0
-    return (
-        _ENTRY.pack(b"PK\x01\x02", flags, method, _crc_bytes(content), *sizes, *lengths, min(at, FULL32)) + name + wide
-    )
+    return _ENTRY.pack(b"PK\x01\x02", flags, method, content.crc, *sizes, *lengths, min(at, FULL32)) + name + wide
 
 
 def _entry_size(content: RecordContent, at: int) -> int:

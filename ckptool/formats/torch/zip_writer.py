@@ -14,7 +14,7 @@ from ...checkpoint.graph_editor import storage_mentions, used_storages, without_
 from ...checkpoint.tensors import Storage
 from ...files.sources import Computed, Plan, size_of
 from ...files.zips.reader import MAX_NAME
-from ...files.zips.writer import DeferredCrc, RecordContent, checksummed, plan_archive, stored_content
+from ...files.zips.writer import RecordContent, checksummed, plan_archive, stored_content
 from ...pickles.encode import encode
 from ...pickles.nodes import Graph, Node, Persistent, Ref
 from ..losses import Fit, Promise, refuse_texts, storage_facts
@@ -124,8 +124,7 @@ def _identity(*contents: RecordContent) -> tuple[bytes]:
 
     digest = sha256()
     for content in contents:
-        crc = content.crc.value if isinstance(content.crc, DeferredCrc) else content.crc
-        digest.update(f"{content.name}:{crc:08x}:{content.size};".encode())
+        digest.update(f"{content.name}:{int(content.crc):08x}:{content.size};".encode())
     return (b"%0*d" % (_ID_DIGITS, int.from_bytes(digest.digest(), "big") % 10**_ID_DIGITS),)
 
 
