@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 from ..base.dtypes import Dtype
 from ..base.errors import ChangedError, MalformedError, UnreadableError
 from ..base.records import NamedTuple
-from ..base.steps import command, undo_step
+from ..base.steps import AnyStep, command, undo_step
 
 #: The path of a file or folder.
 FilePath: TypeAlias = str | os.PathLike[str]
@@ -98,14 +98,11 @@ class FileSource(Source):
         return self._read(offset, size)
 
     def _read(self, offset: int, size: int) -> bytes:
+        parts, got = [], 0
         try:
-            first = _pread(self.fd, size, offset)
-            if len(first) == size:
-                return first
-            parts, got = [first], len(first)
-            while got < size and parts[-1]:
-                parts.append(_pread(self.fd, size - got, offset + got))
-                got += len(parts[-1])
+            while got < size and (data := _pread(self.fd, size - got, offset + got)):
+                parts.append(data)
+                got += len(data)
         except OSError as error:
             raise UnreadableError(f"reading failed at byte {offset:,}: {error.strerror}", path=self.name) from error
         if got < size and offset + size <= self.size:
@@ -337,18 +334,18 @@ def open_file(name: str) -> tuple[int, os.stat_result]:
 
 def not_opened(error: OSError | ValueError, name: str) -> UnreadableError:
     """Return the error for a file that cannot be opened; a missing one may be meant for another in its folder."""
-    reason, hint = open_error(error, name)
-    if not isinstance(error, FileNotFoundError) or hint:
-        return UnreadableError(reason, path=name, next=hint)
-    from glob import iglob  # only for missing files
+    step: AnyStep
+    reason, step = open_error(error, name)
+    if isinstance(error, FileNotFoundError) and not step:
+        from glob import iglob  # only for missing files
 
-    from ..base.nearest import file_near
+        from ..base.nearest import file_near
 
-    if any(iglob(name)):
-        return UnreadableError(reason, path=name, next="the shell expands a pattern without quotes")
-    if near := file_near(name):
-        return UnreadableError(f"{reason}; is it {near!r}?", path=name, next=command("inspect", near))
-    return UnreadableError(reason, path=name)
+        if any(iglob(name)):
+            step = "the shell expands a pattern without quotes"
+        elif near := file_near(name):
+            reason, step = f"{reason}; is it {near!r}?", command("inspect", near)
+    return UnreadableError(reason, path=name, next=step)
 
 
 def open_error(error: OSError | ValueError, name: str) -> tuple[str, str]:

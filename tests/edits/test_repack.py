@@ -30,7 +30,7 @@ def layout(path: Path) -> list[tuple[str, int, int, int]]:
     for record in sorted(archive.records, key=lambda record: record.header):
         local = archive.local(record)
         name = record.name.partition("/")[2]
-        found.append((name, record.size, struct.unpack("<H", local.raw[28:30])[0], local.payload))
+        found.append((name, record.size, struct.unpack("<H", local[28:30])[0], record.header + len(local)))
     return found
 
 

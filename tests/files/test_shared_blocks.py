@@ -28,7 +28,7 @@ def payloads(path: Path) -> dict[str, tuple[int, int]]:
     archive = read_archive(open_source(path))
     data = f"{archive.root}/data/"
     return {
-        record.name[len(data) :]: (archive.local(record).payload, record.size)
+        record.name[len(data) :]: (archive.payload(record).offset, record.size)
         for record in archive.records
         if record.name.startswith(data)
     }
@@ -76,7 +76,7 @@ def test_only_the_record_before_the_storages_is_padded(name: str, out: Path) -> 
     generous = [
         number
         for number, record in enumerate(records)
-        if int.from_bytes(archive.local(record).raw[28:30], "little") >= 64 + 4
+        if int.from_bytes(archive.local(record)[28:30], "little") >= 64 + 4
     ]
     assert set(generous) <= {first - 1}
 

@@ -200,7 +200,7 @@ class Wrong(Executor):
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
         future.set_result(fn(*args, **kwargs))
-        with open(args[1].path, "r+b") as file:
+        with open(args[1][0], "r+b") as file:
             file.seek(self.place, os.SEEK_SET if self.place >= 0 else os.SEEK_END)
             byte = file.read(1)[0]
             file.seek(-1, os.SEEK_CUR)

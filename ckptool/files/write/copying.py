@@ -291,20 +291,17 @@ class _Writer:
     def _copies(self, piece: Span, at: int) -> Iterator[Callable[[], None]]:
         for stretch, hole in data_and_holes(piece):
             source, offset, size = stretch
+            check = self._check_of(stretch)
+            copy: Callable[[Span, int], None] = self._copy
+            most = size or 1
+            if isinstance(source, AssembledSource):
+                copy, most = self._assemble, _COPY_SIZE
+            elif check is not None and check.takes(size) and not self._may_share(stretch, at):
+                copy, most = partial(self._copy_checked, check), _COPY_SIZE
+            for begin in range(0, 0 if hole else size, most):
+                yield partial(copy, Span(source, offset + begin, min(most, size - begin)), at + begin)
             if hole:
                 self._done(size)
-            elif isinstance(source, AssembledSource):
-                for begin in range(0, size, _COPY_SIZE):
-                    part = Span(source, offset + begin, min(_COPY_SIZE, size - begin))
-                    yield partial(self._assemble, source, part, at + begin)
-            else:
-                check = self._check_of(stretch)
-                if check is None or not check.takes(size) or self._may_share(stretch, at):
-                    yield partial(self._copy, stretch, at)
-                else:
-                    for begin in range(0, size, _COPY_SIZE):
-                        part = Span(source, offset + begin, min(_COPY_SIZE, size - begin))
-                        yield partial(self._copy_checked, part, at + begin, check)
             at += size
 
     def _may_share(self, stretch: Span, at: int) -> bool:
@@ -360,8 +357,10 @@ class _Writer:
         while not self._computing.acquire(timeout=0.1):
             self._advance(0)  # a signal may have come before the other thread could release it
 
-    def _assemble(self, source: AssembledSource, part: Span, at: int) -> None:
+    def _assemble(self, part: Span, at: int) -> None:
         """Assemble bytes, and keep the checksums of adjacent bytes that are read for them."""
+        source = part.source
+        assert isinstance(source, AssembledSource)
         with self._tallied() as seen:
             for begin in range(0, part.size, READ_SIZE):
                 buffer = memoryview(reused_block())[: part.size - begin]
@@ -411,7 +410,7 @@ class _Writer:
             self._put(data, at + done)
             done += len(data)
 
-    def _copy_checked(self, piece: Span, at: int, check: _Check) -> None:
+    def _copy_checked(self, check: _Check, piece: Span, at: int) -> None:
         """Copy from file to file through memory, and keep the checksum."""
         crc = 0
         for data in read_blocks(piece):

@@ -15,29 +15,22 @@ from typing import Final
 
 from ...base.errors import OutputError, RefusedError
 from ...base.steps import undo_step
-from ..sources import FILESYSTEM_BLOCK, AppendPlan, FileSource, Source, Span, open_source
+from ..sources import FILESYSTEM_BLOCK, AppendPlan, FileSource, Plan, Span, open_source
 from .copying import READ_WRITE, as_output_failure, write_all
 from .output import lock
-from .planned import Check
+from .planned import Check, PlanSource
 from .space import reclaim
 
 #: Part of the 65,557 bytes in which readers search the end record, which is in the last sector of a step.
 _SEARCHED: Final = 15 * FILESYSTEM_BLOCK
 
 
-class StagedFile(Source):
+class StagedFile(PlanSource):
     """The file as it will be after ``data`` replaces its bytes from ``begin`` to ``end``, as a source."""
 
     def __init__(self, file: FileSource, begin: int, end: int, data: bytes) -> None:
-        self.name, self.size = file.name, file.size + begin - end + len(data)
-        self._file, self._data = file, data
-        self._begin, self._rest, self._more = begin, begin + len(data), begin + len(data) - end
-
-    def read(self, offset: int, size: int) -> bytes:
-        end, rest = offset + size, max(offset, self._rest)
-        before = self._file.read(offset, min(end, self._begin) - offset)
-        data = self._data[max(offset - self._begin, 0) : max(end - self._begin, 0)]
-        return before + data + self._file.read(rest - self._more, end - rest)
+        super().__init__(Plan((Span(file, 0, begin), data, Span(file, end, file.size - end))), file.name)
+        self._file = file
 
     def close(self) -> None:
         self._file.close()

@@ -54,6 +54,8 @@ _PADDED: Final = Struct("<2H").pack
 _DESCRIPTOR: Final = Struct("<4s3I").pack
 _DESCRIPTOR_MAGIC: Final = b"PK\x07\x08"
 _LOCAL_MAGIC: Final = b"PK\x03\x04"
+#: Fields of a local header, from one byte to another; in a directory entry they are two bytes later.
+_SHARED_FIELDS: Final = (("version", 4, 6), ("flags", 6, 8), ("method", 8, 10), ("time", 10, 14))
 #: The highest zip version that Python's zipfile supports (``MAX_EXTRACT_VERSION``).
 _MAX_VERSION: Final = 63
 #: The flag of a UTF-8 name.
@@ -294,19 +296,11 @@ def _check_local_header(archive: Archive, record: Record, result: Audit) -> int:
     if local_name != name:
         note("local-name", f"its local header calls it {quoted(local_name)}")
     entry = result.entries.read(record.entry, 46)
-    compared: tuple[tuple[str, bytes, bytes], ...] = ()
-    if raw[4:14] != entry[6:16]:
-        compared = (
-            ("version", raw[4:6], entry[6:8]),
-            ("flags", raw[6:8], entry[8:10]),
-            ("method", raw[8:10], entry[10:12]),
-            ("time", raw[10:14], entry[12:16]),
-        )
-    for field, here, there in compared:
+    for field, begin, after in _SHARED_FIELDS if raw[4:14] != entry[6:16] else ():
+        here, there = (int.from_bytes(data, "little") for data in (raw[begin:after], entry[begin + 2 : after + 2]))
         # The writers of torch 1.4 to 1.9 set the flags of an empty record to 0 in only one of the two places.
         if here != there and not (field == "flags" and not record.size):
-            values = [int.from_bytes(value, "little") for value in (here, there)]
-            what = f"{field} {values[0]} in its local header, {values[1]} in the directory"
+            what = f"{field} {here} in its local header, {there} in the directory"
             note("local-header", what, "error" if field == "method" else "warning")
     if entry[6] > _MAX_VERSION:
         note("version-needed", f"it declares to need zip version {entry[6]}; Python's zipfile refuses the archive")

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import lcm
+from operator import attrgetter
 from struct import Struct
 from typing import Final
 
@@ -41,6 +42,7 @@ from .writer import (
 )
 
 _MAX_EXTRA: Final = 0xFFFF
+_HEADER: Final = attrgetter("header")
 #: Position of the local header's offset in a directory entry.
 _OFFSET_FIELD: Final = 42
 _u16, _u32, _u64 = Struct("<H").pack, Struct("<I").pack, Struct("<Q").pack
@@ -65,28 +67,18 @@ class _Filler(NamedTuple):
     alone: bool
 
 
-class _NewRecord(NamedTuple):
-    """A record in the new archive, as its directory entry must describe it."""
-
-    record: Record
-    header: int
-    crc: int
-    size: int
-    compressed: int
-    method: int
-
-
 class _Layout(NamedTuple):
     """The pieces of an archive up to its directory, and the new places of its records.
 
-    ``shifted`` lists runs of records with the number of bytes by which they moved; ``moved`` lists all other records.
-    ``carried`` counts the carried bytes by the distance that they moved.
+    ``shifted`` lists runs of records with the number of bytes by which they moved; ``moved`` lists all other records,
+    as they were and as the new directory describes them. ``carried`` counts the carried bytes by the distance that they
+    moved.
     """
 
     pieces: list[Piece]
     size: int
     shifted: list[tuple[Sequence[Record], int]]
-    moved: list[_NewRecord]
+    moved: list[tuple[Record, Record]]
     carried: Counter[int]
 
 
@@ -126,16 +118,16 @@ def plan_rewrite(archive: Archive, contents: Mapping[str, bytes]) -> Plan:
 def _filler(archive: Archive) -> _Filler:
     data = f"{archive.root}/data/"
     storages = [record for record in archive.records if record.name.startswith(data)]
-    first = min(storages, key=lambda record: record.header, default=None)
+    first = min(storages, key=_HEADER, default=None)
     if first is None:
         return _Filler(None, False)
     before = [record for record in archive.records if record.header < first.header]
-    return _Filler(max(before, key=lambda record: record.header, default=None), padding_field(archive, first) is None)
+    return _Filler(max(before, key=_HEADER, default=None), padding_field(archive, first) is None)
 
 
 def _runs(archive: Archive, contents: Mapping[str, bytes], filler: _Filler, grid: int) -> Iterator[_Run]:
     """Yield all records in the order of the file."""
-    ordered = sorted(archive.records, key=_header_of)
+    ordered = sorted(archive.records, key=_HEADER)
     limits = [record.header for record in ordered[1:]] + [archive.end.directory]
     run: list[Record] = []
     for record, limit in zip(ordered, limits):
@@ -163,7 +155,7 @@ def _layout(
         while records:
             shift = at - records[0].header
             # A header beyond 4 GiB contains its own offset; all others can move unchanged.
-            many = len(records) if shift <= 0 else bisect_left(records, FULL32 - shift, key=_header_of)
+            many = len(records) if shift <= 0 else bisect_left(records, FULL32 - shift, key=_HEADER)
             end = records[many].header if many < len(records) else run.end
             if run.as_torch and shift % grid == 0 and many:
                 size = end - records[0].header
@@ -186,10 +178,6 @@ def _layout(
     return layout._replace(size=at)
 
 
-def _header_of(record: Record) -> int:
-    return record.header
-
-
 def _missing_padding(layout: _Layout, unit: int) -> int:
     """Return how many more bytes most of the carried bytes must move to have moved by whole units.
 
@@ -203,7 +191,7 @@ def _missing_padding(layout: _Layout, unit: int) -> int:
 
 def _extra_size(archive: Archive, record: Record) -> int:
     """Return the bytes of extra fields in the local header, with room for another field and the least padding."""
-    return int.from_bytes(archive.local(record).raw[28:30], "little") + 4 + alignment(archive)
+    return int.from_bytes(archive.local(record)[28:30], "little") + 4 + alignment(archive)
 
 
 def _directory(archive: Archive, layout: _Layout) -> bytes:
@@ -215,10 +203,10 @@ def _directory(archive: Archive, layout: _Layout) -> bytes:
         if shift:
             for record in records:
                 _put_u32(raw, record.entry - base + _OFFSET_FIELD, record.header + shift)
-    changed = {new.record.entry: _entry(archive, new) for new in layout.moved}
+    changed = {record.entry: _entry(archive, record, new) for record, new in layout.moved}
     kept = bytes(raw[last.entry - base :])
     changed[last.entry] = strip_note(changed.get(last.entry, kept))
-    ends = {new.record.entry: new.record.entry + new.record.entry_size for new in layout.moved}
+    ends = {record.entry: record.entry + record.entry_size for record, _ in layout.moved}
     parts: list[bytes] = []
     at = base
     for entry in sorted(changed):
@@ -281,31 +269,30 @@ def _record_pieces(
     grid: int,
     content: bytes | None,
     spare: tuple[int, bool] | None,
-    moved: list[_NewRecord],
+    moved: list[tuple[Record, Record]],
 ) -> Iterator[Piece]:
     """Yield header, payload and descriptor of a record; ``spare`` is the filler's (padding, whether it is alone)."""
-    local = archive.local(record)
-    payload = Span(archive.source, local.payload, record.compressed)
+    raw = archive.local(record)
+    payload = Span(archive.source, record.header + len(raw), record.compressed)
     if payload.offset + payload.size > limit:
         raise RefusedError(f"the record {record.name!r} overlaps what follows it", path=archive.source.name)
     tail = archive.source.read(payload.offset + payload.size, min(24, limit - payload.offset - payload.size))
     descriptor = _descriptor(record, tail)
-    crc, size, packed, method = record.crc, record.size, record.compressed, record.method
-    body: Piece = payload
+    new = record._replace(header=at)
     if content is not None:
         # 0 for a record with a payload means that the writer computes no checksums, so ckptool also computes none.
         crc = zlib.crc32(content) if record.crc or not record.size else 0
-        size, packed, method, body = len(content), len(content), 0, content
-    new = _NewRecord(record, at, crc, size, packed, method)
-    moved.append(new)
-    header, wide = _header(new, local.raw, grid, content is not None, spare)
+        new = new._replace(crc=crc, size=len(content), compressed=len(content), method=0)
+    moved.append((record, new))
+    header, wide = _header(record, new, raw, grid, content is not None, spare)
     # An unchanged header is a span, so that it joins the next one.
-    yield Span(archive.source, record.header, len(header)) if header == local.raw else header
-    yield body
+    yield Span(archive.source, record.header, len(header)) if header == raw else header
+    yield payload if content is None else content
     if content is None and len(descriptor) in (0, 24 if wide else 16):
         yield Span(archive.source, payload.offset + payload.size, len(descriptor))
-    elif descriptor and (packed or record.compressed == 0):
-        yield b"PK\x07\x08" + _u32(crc) + (_u64(packed) + _u64(size) if wide else _u32(packed) + _u32(size))
+    elif descriptor and (new.compressed or record.compressed == 0):
+        pack = _u64 if wide else _u32
+        yield b"PK\x07\x08" + _u32(new.crc) + pack(new.compressed) + pack(new.size)
 
 
 def _descriptor(record: Record, tail: bytes) -> bytes:
@@ -317,12 +304,13 @@ def _descriptor(record: Record, tail: bytes) -> bytes:
     return tail[:16]
 
 
-def _header(new: _NewRecord, raw: bytes, grid: int, repad: bool, spare: tuple[int, bool] | None) -> tuple[bytes, bool]:
+def _header(
+    record: Record, new: Record, raw: bytes, grid: int, repad: bool, spare: tuple[int, bool] | None
+) -> tuple[bytes, bool]:
     """Return the local header at the new offset, and whether it has a zip64 field.
 
     The padding is minimal in a record with new content (``repad``), and in the filler, which adds its spare padding.
     """
-    record = new.record
     extra_at = LOCAL.size + int.from_bytes(raw[26:28], "little")
     fields = extra_fields(raw[extra_at:])
     fixed, name = bytearray(raw[: LOCAL.size]), raw[LOCAL.size : extra_at]
@@ -355,11 +343,10 @@ def _header(new: _NewRecord, raw: bytes, grid: int, repad: bool, spare: tuple[in
     return bytes(fixed) + name + extra, bool(wide)
 
 
-def _entry(archive: Archive, new: _NewRecord) -> bytes:
+def _entry(archive: Archive, record: Record, new: Record) -> bytes:
     """Return the directory entry of a moved record: the old entry with the changes, with zip64 if needed."""
-    record = new.record
     raw = archive.source.read(record.entry, record.entry_size)
-    if (new.header, new.crc, new.size, new.method) == (record.header, record.crc, record.size, record.method):
+    if new == record:
         return raw
     extra_at = 46 + int.from_bytes(raw[28:30], "little")
     extra_size = int.from_bytes(raw[30:32], "little")

@@ -140,13 +140,6 @@ class Record(NamedTuple):
     entry_size: int
 
 
-class LocalHeader(NamedTuple):
-    """A local header: its raw bytes, and the offset of the payload."""
-
-    raw: bytes
-    payload: int
-
-
 class EndRecords(NamedTuple):
     """The end records: where they are, and where they place the directory.
 
@@ -213,8 +206,8 @@ class Archive:
             self._by_fold = {fold_case(record.name): record for record in reversed(self.records)}
         return self._by_fold.get(name)
 
-    def local(self, record: Record) -> LocalHeader:
-        """Return the local header of a record; raises MalformedError if it has none."""
+    def local(self, record: Record) -> bytes:
+        """Return the local header of a record, which the payload follows; raises MalformedError if it has none."""
         raw = self.window.read(record.header, LOCAL.size + len(record.name) + 96)
         if len(raw) < LOCAL.size or raw[:4] != b"PK\x03\x04":
             raise MalformedError("no local header where the directory says", where=record.name, offset=record.header)
@@ -224,7 +217,7 @@ class Archive:
         payload = record.header + size
         if len(raw) < size or payload + record.compressed > self.source.size:
             raise MalformedError("the record reaches beyond the end of the file", where=record.name, offset=payload)
-        return LocalHeader(raw[:size], payload)
+        return raw[:size]
 
     def remember(self, record: Record, payload: int) -> None:
         """Keep the offset of a payload whose local header was checked elsewhere."""
@@ -234,7 +227,7 @@ class Archive:
         """Return the raw bytes of a record; compressed bytes stay compressed."""
         at = self._payloads.get(record.entry)
         if at is None:
-            at = self._payloads[record.entry] = self.local(record).payload
+            at = self._payloads[record.entry] = record.header + len(self.local(record))
         return new_tuple(Span, (self.source, at, record.compressed))
 
     def read(self, record: Record, limit: int) -> bytes:

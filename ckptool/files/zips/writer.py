@@ -167,7 +167,7 @@ def _descriptor(content: RecordContent, wide: bool) -> bytes:
 
 def padding_field(archive: Archive, record: Record) -> bytes | None:
     """Return the padding in the local header of a record, or None if its writer does not align."""
-    raw = archive.local(record).raw
+    raw = archive.local(record)
     fields = extra_fields(raw[LOCAL.size + int.from_bytes(raw[26:28], "little") :])
     return next((data for kind, data in fields if kind == PADDING_ID), None)
 

@@ -255,8 +255,7 @@ class TorchZip(Container):
             return "torch 2.7 or later"
         if archive.find("byteorder"):
             return "torch 2.1 to 2.6" if archive.find(".data/serialization_id") else "torch 2.1 or another tool"
-        local = archive.local(self.record)
-        if b"FB" not in local.raw[30 + len(self.record.name) :]:
+        if b"FB" not in archive.local(self.record)[30 + len(self.record.name) :]:
             return "not torch.save"
         keys = [name.rpartition("/")[2] for name in archive.by_name if "/data/" in name]
         pointers = any(len(key) > 9 for key in keys)
