@@ -28,7 +28,5 @@ def engine_address(spec: str) -> str | None:
 class Precomputed(Generic[Answer]):
     """A precomputed answer in the place of an item, so that the engine has no work to do for it."""
 
-    __slots__ = ("answer",)
-
     def __init__(self, answer: Answer) -> None:
         self.answer = answer

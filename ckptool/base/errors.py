@@ -193,16 +193,14 @@ def adding_path(path: str) -> Iterator[None]:
 
 #: The message for a missing file.
 NO_FILE = "no such file"
-_FILE_URI = "file:///"
 #: An address with one slash in place of two.
 _ONE_SLASH: Final = regex(r"(?i)(s3a?|gc?s|az|abfss?|wasbs?|https?|hf|s?ftp|ssh|hdfs):/(?!/)")
 
 
 def refuse_file_uri(path: str) -> None:
     """Raise UnreadableError if a path is a ``file`` URI."""
-    if path.lower().startswith(_FILE_URI):
-        local = path[len(_FILE_URI) - 1 :]
-        raise UnreadableError("it is the URI of a local file", path=path, next=f"name its path: {local}")
+    if path.lower().startswith("file:///"):
+        raise UnreadableError("it is the URI of a local file", path=path, next=f"name its path: {path[7:]}")
 
 
 def lost_a_slash(path: str) -> bool:

@@ -42,14 +42,9 @@ class Code(NamedTuple):
 @cache
 def codes() -> dict[str, Code]:
     """Return the table of all codes."""
-    return {
-        name: Code(
-            row["meaning"],
-            reduce(or_, map(Effect.__getitem__, row.get("effects", ())), Effect.NONE),
-            row.get("check", "structure"),
-        )
-        for name, row in table("base/findings").items()
-    }
+    rows = table("base/findings").items()
+    effects = {name: reduce(or_, map(Effect.__getitem__, row.get("effects", ())), Effect.NONE) for name, row in rows}
+    return {name: Code(row["meaning"], effects[name], row.get("check", "structure")) for name, row in rows}
 
 
 class Finding(NamedTuple):

@@ -15,7 +15,7 @@ from math import prod
 from typing import Final, TypeAlias
 
 from .errors import TargetError
-from .records import NamedTuple, TypedDict
+from .records import NamedTuple
 from .text import quoted
 
 #: The prefix that marks a regular expression.
@@ -26,13 +26,6 @@ _MOST_NESTED: Final = 50
 _MOST_COMBINED: Final = 256
 #: One pattern, or several.
 Patterns: TypeAlias = Sequence[str] | str
-
-
-class Choice(TypedDict):
-    """The two arguments that select keys: patterns to include and patterns to exclude."""
-
-    include: Patterns
-    exclude: Patterns
 
 
 class Globs:
@@ -54,11 +47,9 @@ class Globs:
 
     def __init__(self, include: Patterns = (), exclude: Patterns = ()) -> None:
         # A string is also a sequence: without this, each letter would be a pattern.
-        include = (include,) if isinstance(include, str) else include
-        exclude = (exclude,) if isinstance(exclude, str) else exclude
-        self.include, self.exclude = tuple(include), tuple(exclude)
-        self._include = [Glob(pattern) for pattern in include]
-        self._exclude = [Glob(pattern) for pattern in exclude]
+        self.include = (include,) if isinstance(include, str) else tuple(include)
+        self.exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+        self._include, self._exclude = list(map(Glob, self.include)), list(map(Glob, self.exclude))
 
     def __repr__(self) -> str:
         return f"Globs({self.include!r}, {self.exclude!r})"
@@ -67,7 +58,7 @@ class Globs:
         return bool(self._include or self._exclude)
 
     @property
-    def patterns(self) -> Choice:
+    def patterns(self) -> dict[str, tuple[str, ...]]:
         """The patterns, as keyword arguments for functions that take them."""
         return {"include": self.include, "exclude": self.exclude}
 

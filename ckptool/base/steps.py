@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import chain, count
-from shlex import quote, split
 from typing import Final, TypeAlias
 
 from .addresses import conceal, is_folder, is_remote
@@ -49,7 +49,7 @@ class Step(NamedTuple):
 
 def option(name: str, value: str | bool = True) -> str:
     """Return an option for the prose of a message."""
-    return f"`{shell_words(Step(name, value).words)}`"
+    return f"`{shlex.join(Step(name, value).words)}`"
 
 
 def in_shell(prose: str) -> str:
@@ -67,7 +67,7 @@ def in_python(prose: str) -> str:
             return _FUNCTIONS[parameter]
         if value is None:
             return parameter if match[0].endswith("=`") else f"{parameter}=True"
-        return f"{parameter}={' '.join(split(value))!r}"
+        return f"{parameter}={' '.join(shlex.split(value))!r}"
 
     return _OPTION.sub(spelled, prose.replace("` `", "`, `"))
 
@@ -83,7 +83,7 @@ class Command(NamedTuple):
     def __str__(self) -> str:
         """Return the command as typed in a shell; all other code calls this."""
         words = [*self.name.split(), *map(argument, self.arguments)]
-        words += [quote(word) for step in self.options for word in step.words]
+        words += [shlex.quote(word) for step in self.options for word in step.words]
         return " ".join(["ckptool", *words, *(("-o", argument(self.output)) if self.output else ())])
 
 
@@ -140,11 +140,6 @@ def advised(message: str, step: AnyStep) -> str:
     """Return a message, followed by the prose of its next step, if any."""
     advice = as_step(step).advice
     return f"{message}; {advice}" if advice else message
-
-
-def shell_words(words: Iterable[str]) -> str:
-    """Return words as typed in a shell."""
-    return " ".join(map(quote, words))
 
 
 def command(
@@ -255,7 +250,7 @@ def argument(path: str) -> str:
         path = f"./{path}"
     path = conceal(path)
     if path.isprintable():
-        return quote(path)
+        return shlex.quote(path)
 
     def octal(char: str) -> str:
         return "".join(f"\\{byte:03o}" for byte in char.encode("utf-8", "surrogateescape"))

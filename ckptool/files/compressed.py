@@ -11,7 +11,6 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from importlib.util import find_spec
 from typing import IO, Any, Final
 
 from ..base.errors import MalformedError, UnreadableError
@@ -158,7 +157,12 @@ _IN_MEMORY: Final = 4 << 20
 
 def available() -> bool:
     """Return whether a module is available that inflates zstd."""
-    return _BUILT_IN or find_spec("zstandard") is not None
+    if not _BUILT_IN:
+        try:
+            import zstandard  # noqa: F401
+        except ImportError:
+            return False
+    return True
 
 
 class ZstdSource(Source):

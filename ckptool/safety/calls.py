@@ -124,13 +124,10 @@ def has_acting_call(graph: Graph) -> bool:
 
 
 def _found(graph: Graph) -> tuple[list[str], bool]:
-    found: tuple[list[str], bool] | None = graph.cache.get((_SUSPICIOUS, graph.root))
+    found: tuple[list[str], bool] | None = graph.cache.get(("suspicious calls", graph.root))
     if found is None:
-        found = graph.cache[_SUSPICIOUS, graph.root] = _suspicious_calls(graph)
+        found = graph.cache["suspicious calls", graph.root] = _suspicious_calls(graph)
     return found
-
-
-_SUSPICIOUS: Final = "suspicious calls"
 
 
 def _suspicious_calls(graph: Graph) -> tuple[list[str], bool]:
@@ -164,14 +161,8 @@ def _suspicious_calls(graph: Graph) -> tuple[list[str], bool]:
     suspects = {ref for ref, node in calls if node.func in running and node.op != NEWOBJ}
     suspects |= {ref for ref, node in calls if node.func in with_more and len(_arguments(graph, node)) != 1}
     # A function that receives another function may call it.
-    suspects |= {
-        ref
-        for ref, node in calls
-        if running
-        and node.op != NEWOBJ
-        and node.func not in keeping
-        and not running.isdisjoint(_arguments(graph, node)[:2])
-    }
+    passing = [(ref, node) for ref, node in calls if running and node.op != NEWOBJ and node.func not in keeping]
+    suspects |= {ref for ref, node in passing if not running.isdisjoint(_arguments(graph, node)[:2])}
     # The result of another call is unknown, unless it is a class that was looked up by name.
     suspects |= {ref for ref, result, func in results if result not in harmless and func not in lookups}
     acting |= changed | _recipients(graph, names, acting | suspects, harmless)

@@ -55,9 +55,8 @@ def _missing(checkpoint: Checkpoint) -> Iterator[Finding]:
         size = checkpoint.added[key].size if key in checkpoint.added else container.stored_size(key)
         if size is None:
             if storage.nbytes or not in_sequence:
-                yield Finding(
-                    "missing-storage", "error", f"the bytes of storage {key!r} are not in the file", key, refused=True
-                )
+                message = f"the bytes of storage {key!r} are not in the file"
+                yield Finding("missing-storage", "error", message, key, refused=True)
         elif size != storage.nbytes:
             message = f"storage {key!r} holds {size:,} bytes where the pickle says {storage.nbytes:,}"
             yield Finding("storage-size", "error", message, key, refused=True)

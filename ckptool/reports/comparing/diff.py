@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -9,7 +10,7 @@ from ...base.errors import TargetError
 from ...base.globs import MATCH_ALL, Globs, Patterns
 from ...base.prefixes import unwrapper
 from ...base.records import NamedTuple, TypedDict
-from ...base.steps import Step, shell_words
+from ...base.steps import Step
 from ...base.text import join_limited, json_value, pluralize
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.programs import extra_records, program_of
@@ -324,7 +325,7 @@ def scope_words(scope: Scope, only: Globs = MATCH_ALL) -> str:
     settings += [Step("include", glob) for glob in only.include] + [Step("exclude", glob) for glob in only.exclude]
     if scope.ignore:
         settings.append(Step("ignore", ",".join(sorted(scope.ignore))))
-    return shell_words(word for step in settings for word in step.words)
+    return shlex.join(word for step in settings for word in step.words)
 
 
 def _names(side: Side) -> set[str]:
