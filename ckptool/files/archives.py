@@ -192,13 +192,11 @@ def open_any(path: FilePath) -> Source:
     try:
         unpack = _unpack_command(file, rest.partition(SEPARATOR)[0])
         return MemberSource(_open_member(file, outer, rest), file, name, unpack)
-    except UnreadableError as error:
+    except BaseException as error:
         file.close()
-        error.path = name
-        error.step = error.step or as_step(unpack)
-        raise
-    except BaseException:
-        file.close()
+        if isinstance(error, UnreadableError):
+            error.path = name
+            error.step = error.step or as_step(unpack)
         raise
 
 
@@ -348,52 +346,46 @@ class _GzipSource(Source):
     def __init__(self, source: Source, limit: int = LIMITS.inflated_bytes) -> None:
         self.name = source.name
         self.size = limit
-        self._source = source
-        self._read = 0
-        self._inflater = zlib.decompressobj(31)
-        self._rest = b""
-        #: Inflated bytes not yet consumed, their offset, and the number of bytes inflated so far.
-        self._buffer = b""
-        self._at = 0
-        self._total = 0
+        self._chunks = self._inflated(source)
+        #: Inflated bytes not yet consumed, and their offset.
+        self._buffer, self._at = b"", 0
 
     def read(self, offset: int, size: int) -> bytes:
         while self._at + len(self._buffer) <= offset:
             self._at += len(self._buffer)
-            self._buffer = self._next()
+            self._buffer = next(self._chunks, b"")
             if not self._buffer:
                 return b""
         parts = [self._buffer[offset - self._at :]]
         got = len(parts[0])
-        while got < size:
-            data = self._next()
-            if not data:
-                break
+        while got < size and (data := next(self._chunks, b"")):
             parts.append(data)
             got += len(data)
         data = b"".join(parts)
         self._at, self._buffer = offset + min(size, got), data[size:]
         return data[:size]
 
-    def _next(self) -> bytes:
-        """Inflate more bytes; return b"" at the end."""
+    def _inflated(self, source: Source) -> Iterator[bytes]:
+        """Yield the inflated bytes in chunks."""
+        inflater, rest = zlib.decompressobj(31), b""
+        read = total = 0
         while True:
-            if not self._rest:
-                self._rest = self._source.read(self._read, _CHUNK)
-                self._read += len(self._rest)
-            if self._inflater.eof:
-                if self._rest[:1] != _GZIP_MAGIC[:1]:
-                    return b""  # padding, or trailing bytes that gzip also ignores
-                self._inflater = zlib.decompressobj(31)
-            elif not self._rest:
+            if not rest:
+                rest = source.read(read, _CHUNK)
+                read += len(rest)
+            if inflater.eof:
+                if rest[:1] != _GZIP_MAGIC[:1]:
+                    return  # padding, or trailing bytes that gzip also ignores
+                inflater = zlib.decompressobj(31)
+            elif not rest:
                 raise MalformedError("it is cut: it ends too early", where="gzip data")
             try:
-                data = self._inflater.decompress(self._rest, _CHUNK)
+                data = inflater.decompress(rest, _CHUNK)
             except zlib.error as error:
                 raise MalformedError(f"damaged: {error}", where="gzip data") from error
-            self._rest = self._inflater.unused_data if self._inflater.eof else self._inflater.unconsumed_tail
-            self._total += len(data)
-            if self._total > min(self.size, max(LIMITS.member_bytes, LIMITS.inflation * self._read)):
-                raise MalformedError(f"it inflates to more than {human_bytes(self._total)}", where="gzip data")
+            rest = inflater.unused_data if inflater.eof else inflater.unconsumed_tail
+            total += len(data)
+            if total > min(self.size, max(LIMITS.member_bytes, LIMITS.inflation * read)):
+                raise MalformedError(f"it inflates to more than {human_bytes(total)}", where="gzip data")
             if data:
-                return data
+                yield data

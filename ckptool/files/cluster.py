@@ -7,6 +7,7 @@ can reach a scheduler can run code on its workers. Run it only in a trusted netw
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -116,7 +117,7 @@ def _local_cluster(distributed: Any, jobs: int, stack: ExitStack) -> Any:
         local_directory=folder,
         dashboard_address=None,
         scheduler_kwargs={"dashboard_address": "127.0.0.1:0"},  # any free port: 8787 may be taken
-        silence_logs=_CRITICAL,
+        silence_logs=logging.CRITICAL,
     )
     stack.callback(_end, cluster)
     return cluster
@@ -138,15 +139,10 @@ def _close(what: Any, seconds: float) -> None:
         what.close(timeout=seconds)
 
 
-_CRITICAL: Final = 50
-
-
 def _silence() -> None:
     """Silence Dask's logging; our errors report everything important."""
-    import logging
-
     for name in ("distributed", "distributed.client", "distributed.core", "distributed.comm", "tornado.application"):
-        logging.getLogger(name).setLevel(_CRITICAL)
+        logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _version() -> str:

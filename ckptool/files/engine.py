@@ -41,22 +41,18 @@ _UNFORKABLE: Final = "obstore"
 _SIGNALS: Final = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
-@contextmanager
-def open_engine(spec: str = LOCAL, jobs: int = 0) -> Iterator[Executor]:
-    """Yield the engine that ``spec`` names; ``jobs`` is the number of its own workers, 0 for one per core.
+def open_engine(spec: str = LOCAL, jobs: int = 0) -> AbstractContextManager[Executor]:
+    """Return the engine that ``spec`` names; ``jobs`` is the number of its own workers, 0 for one per core.
 
     When the context ends, unfinished work stops at once. Raises TargetError for an unknown spec, and EngineError for an
     engine that is not installed or cannot be reached.
     """
     address = engine_address(spec)
     if address is None:
-        with _processes(jobs or cores()) as pool:
-            yield pool
-        return
+        return _processes(jobs or cores())
     from .cluster import open_cluster  # importing dask takes half a second
 
-    with open_cluster(address, jobs or cores()) as cluster:
-        yield cluster
+    return open_cluster(address, jobs or cores())
 
 
 def cores() -> int:

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from typing import BinaryIO, Final
 
 from ..base.errors import TargetError, UnreadableError, refuse_remote
+from ..base.steps import STDIN
 
-#: The list that comes from standard input.
-STDIN: Final = "-"
 _CHUNK: Final = 1 << 16
 
 

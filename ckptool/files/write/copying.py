@@ -38,7 +38,7 @@ from ..sources import (
     size_of,
 )
 from ..threads import READ_SIZE, Background, read_blocks, reused_block, run_in_threads
-from ..zips.reader import Nearby, checksum
+from ..zips.reader import Window, checksum, nearby
 from ..zips.writer import combined_crc
 from .planned import Prefetcher
 
@@ -152,9 +152,8 @@ def wrong_checksum(expected: ExpectedChecksum) -> MalformedError:
     name = expected.span.source.name
     what = f"{expected.where} does not match its checksum: it is damaged"
     # the checksum covers all bytes, so no part is known to be intact
-    if isinstance(expected.span.source, MemberSource):
-        return MalformedError(what, path=name, next="get a whole copy of the archive")
-    return MalformedError(what, path=name, next=salvage_step(name))
+    of_archive = isinstance(expected.span.source, MemberSource)
+    return MalformedError(what, path=name, next="get a whole copy of the archive" if of_archive else salvage_step(name))
 
 
 class _Check(NamedTuple):
@@ -182,20 +181,20 @@ class _Writer:
         self._computing, self._listing = Lock(), Lock()
         self._checks = [new_tuple(_Check, (item, [])) for item in expected if item.crc is not None]
         #: The checks of each source, ordered by offset.
-        self._places: dict[int, list[_Check]] = {}
+        self._places: dict[Source, list[_Check]] = {}
         self._add(self._checks)
         #: The checksums of records that were copied whole in one short piece; -1 while it is not copied.
         self._copied = {check.expected.span: -1 for check in self._checks if check.expected.span.size < _SMALL}
         #: Sources that know more checksums, and were not asked yet.
-        self._left = {id(item.span.source): item.span.source for item in expected if item.crc is None}
+        self._left = dict.fromkeys(item.span.source for item in expected if item.crc is None)
         #: Sources that were asked: their checksums, and the offset in the output after them. They are verified soon.
-        self._recent: dict[int, tuple[AssembledSource, list[_Check], int]] = {}
+        self._recent: dict[Source, tuple[list[_Check], int]] = {}
         self._waiting = 0
 
     def _add(self, checks: Iterable[_Check]) -> None:
-        by_source: dict[int, list[_Check]] = {}
+        by_source: dict[Source, list[_Check]] = {}
         for check in checks:
-            by_source.setdefault(id(check.expected.span.source), []).append(check)
+            by_source.setdefault(check.expected.span.source, []).append(check)
         with self._listing:
             for source, more in by_source.items():  # a new list, because another thread may be reading the old one
                 both = [*self._places.get(source, ()), *more]
@@ -204,30 +203,27 @@ class _Writer:
     def _verify_and_drop(self, check: _Check) -> None:
         """Verify a checksum from a source, and forget it, because a folder may have a million."""
         self._verify(check)
-        source = id(check.expected.span.source)
+        source = check.expected.span.source
         with self._listing:
-            left = [other for other in self._places.get(source, ()) if other is not check]
-            self._places[source] = left
+            self._places[source] = [other for other in self._places.get(source, ()) if other is not check]
 
     def _expect(self, source: AssembledSource, end: int) -> None:
         """Add the checksums that a source knows for a piece that ends at ``end`` in the output."""
-        known = self._recent.pop(id(source), None)
-        if known is None:
+        checks, _ = self._recent.pop(source, (None, 0))
+        if checks is None:
             checks = [_Check(item, []) for item in source.checksums()]
             self._add(checks)
-            self._left.pop(id(source), None)
+            self._left.pop(source, None)
             self._waiting += len(checks)
-            known = source, checks, end
-        self._recent[id(source)] = (*known[:2], end)
+        self._recent[source] = checks, end
 
     def _due(self, before: int) -> Iterator[Callable[[], None]]:
         """Yield the steps that verify checksums of bytes copied to places before ``before``."""
         while self._recent:
-            key = next(iter(self._recent))
-            _, checks, end = self._recent[key]
+            source, (checks, end) = next(iter(self._recent.items()))
             if end > before and len(self._recent) < _MOST_RECENT and self._waiting < _MOST_CHECKS:
                 return
-            del self._recent[key]
+            del self._recent[source]
             self._waiting -= len(checks)
             for check in checks:
                 yield partial(self._verify_and_drop, check)
@@ -235,7 +231,7 @@ class _Writer:
     def steps(self, pieces: Sequence[Piece], ahead: Prefetcher) -> Iterator[Callable[[], None]]:
         """Yield the steps that write pieces; adjacent short pieces become one step."""
         at = 0
-        collected, nearby = bytearray(), Nearby()
+        collected, window = bytearray(), nearby()
         early = self._not_copied(pieces) if any(type(piece) is Computed for piece in pieces) else {}
         left = [check for check in self._checks if id(check) not in early]
         for piece in read_ahead(pieces, lambda piece: (piece,) if isinstance(piece, Span) else ()):
@@ -248,7 +244,7 @@ class _Writer:
                 if isinstance(piece, Computed):
                     collected += self._computed(piece, ahead)
                 else:
-                    collected += piece if isinstance(piece, bytes) else self._content(piece, nearby)
+                    collected += piece if isinstance(piece, bytes) else self._content(piece, window(piece.source))
                 if len(collected) >= _COLLECTED:
                     yield partial(self._put, collected, at + size - len(collected))
                     collected = bytearray()
@@ -272,7 +268,7 @@ class _Writer:
         for check in (*early.values(), *left):
             yield partial(self._verify, check)
         yield from self._due(at)
-        for source in list(self._left.values()):
+        for source in list(self._left):
             assert isinstance(source, AssembledSource)
             self._expect(source, at)
             yield from self._due(at)
@@ -292,12 +288,11 @@ class _Writer:
         for stretch, hole in data_and_holes(piece):
             source, offset, size = stretch
             check = self._check_of(stretch)
-            copy: Callable[[Span, int], None] = self._copy
-            most = size or 1
-            if isinstance(source, AssembledSource):
-                copy, most = self._assemble, _COPY_SIZE
-            elif check is not None and check.takes(size) and not self._may_share(stretch, at):
-                copy, most = partial(self._copy_checked, check), _COPY_SIZE
+            if check is not None and (not check.takes(size) or self._may_share(stretch, at)):
+                check = None  # its bytes are read once more
+            assembled = isinstance(source, AssembledSource)
+            copy = self._assemble if assembled else partial(self._copy, check)
+            most = _COPY_SIZE if assembled or check is not None else size or 1
             for begin in range(0, 0 if hole else size, most):
                 yield partial(copy, Span(source, offset + begin, min(most, size - begin)), at + begin)
             if hole:
@@ -310,7 +305,7 @@ class _Writer:
 
     def _check_of(self, stretch: Span) -> _Check | None:
         """Return the checksum that a stretch contributes to; None for none or several."""
-        checks = self._places.get(id(stretch.source), ())
+        checks = self._places.get(stretch.source, ())
         place = bisect_right(checks, stretch.offset, key=lambda check: check.expected.span.offset) - 1
         if place < 0:
             return None
@@ -367,10 +362,12 @@ class _Writer:
                 source.read_into(part.offset + begin, buffer, seen)
                 self._put(buffer, at + begin)
 
-    def _content(self, piece: Span, nearby: Nearby) -> bytes | bytearray:
-        """Return the bytes of a short piece."""
+    def _content(self, piece: Span, window: Window) -> bytes | bytearray:
+        """Return the bytes of a short piece, read through the window of its source."""
         if not isinstance(piece.source, AssembledSource):
-            content = nearby.content(piece)
+            content = window.read(piece.offset, piece.size)
+            if len(content) < piece.size:
+                raise ChangedError("the input ends before the bytes to copy")
             if piece in self._copied:
                 self._copied[piece] = zlib.crc32(content)
             return content
@@ -395,11 +392,11 @@ class _Writer:
             if check.takes(end - begin):
                 check.parts.append((begin, end - begin, crc))
 
-    def _copy(self, piece: Span, at: int) -> None:
-        """Copy from file to file."""
+    def _copy(self, check: _Check | None, piece: Span, at: int) -> None:
+        """Copy from file to file, through memory if the checksum is kept for a check."""
         source, offset, size = piece
-        done = 0
-        file = source.local_file()
+        done = crc = 0
+        file = source.local_file() if check is None else None
         if file is not None and hasattr(os, "copy_file_range"):
             with file.kept_open():
                 if (offset - at) % FILESYSTEM_BLOCK == 0:
@@ -407,17 +404,11 @@ class _Writer:
                     done = self._kernel_copy(file, offset, at, min(-at % FILESYSTEM_BLOCK, size))
                 done += self._kernel_copy(file, offset + done, at + done, size - done)
         for data in read_blocks(Span(source, offset + done, size - done)):
+            crc = 0 if check is None else zlib.crc32(data, crc)
             self._put(data, at + done)
             done += len(data)
-
-    def _copy_checked(self, check: _Check, piece: Span, at: int) -> None:
-        """Copy from file to file through memory, and keep the checksum."""
-        crc = 0
-        for data in read_blocks(piece):
-            crc = zlib.crc32(data, crc)
-            self._put(data, at)
-            at += len(data)
-        check.parts.append((piece.offset, piece.size, crc))
+        if check is not None:
+            check.parts.append((offset, size, crc))
 
     def _kernel_copy(self, source: FileSource, offset: int, at: int, size: int) -> int:
         """Let the kernel copy or share bytes; return how many, fewer if it is unable to."""

@@ -13,6 +13,7 @@ import stat
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Final, TypeAlias
 
 from ...base.errors import CkptoolError, OutputError, RefusedError
@@ -24,8 +25,8 @@ from ..downloads import check_unchanged
 from ..sources import FileSource, FolderPlan, Plan, Source, Span
 from ..threads import Background
 from .copying import READ_WRITE, Progress, as_output_failure, write_pieces
-from .planned import Check, as_planned
-from .space import allocate
+from .planned import Check, check_planned
+from .space import allocate, opened
 
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
@@ -134,9 +135,8 @@ def write_file(
 ) -> Written:
     """Execute a plan. ``mode`` applies to a new file; a replaced file keeps its own.
 
-    ``progress`` is called with the number of bytes of each
-    step. ``check`` is called with the staged file, and raises ReadBackError if that is wrong; by default, the file must
-    match the plan.
+    ``progress`` is called with the number of bytes of each step. ``check`` is called with the staged file, and raises
+    ReadBackError if that is wrong; by default, the file must match the plan.
 
     Raises RefusedError and OutputError as ``check_output`` does, OutputError if the disk is full or fails, and
     ChangedError if an input changed.
@@ -153,7 +153,7 @@ def write_file(
         try:
             allocate(plan, fd, folder)
             write_pieces(plan, fd, progress)
-            size = _check_and_sync(fd, path, mode, sources, check or as_planned(plan))
+            size = _check_and_sync(fd, path, mode, sources, check or partial(check_planned, plan))
         finally:
             os.close(fd)
         if force:
@@ -254,9 +254,8 @@ def remove_temporary(temporary: str, names: Sequence[str] | None = None) -> str:
     ``names`` are the possible files in a folder, because a failing disk may no longer list them.
     """
     try:
-        _remove(temporary, names)
-    except FileNotFoundError:
-        return ""
+        with suppress(FileNotFoundError):
+            _remove(temporary, names)
     except OSError:
         return temporary
     return ""
@@ -297,23 +296,14 @@ def remove_leftovers(folder: str, name: str) -> None:
         return  # a folder that may be written to but not listed
     for entry in names:
         path = os.path.join(folder, entry)
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        except OSError:
-            continue
-        try:
-            if lock(fd):
+        with opened(path, os.O_RDONLY | os.O_NOFOLLOW) as fd, suppress(OSError):
+            if fd >= 0 and lock(fd):
                 _remove(path)
-        except OSError:
-            continue
-        finally:
-            os.close(fd)
 
 
 def output_exists(path: str) -> RefusedError:
     """Return the error for an output that exists and may not be replaced."""
-    step = "replace it with `--force`, or choose another name"
-    return RefusedError("the output exists", path=path, next=step)
+    return RefusedError("the output exists", path=path, next="replace it with `--force`, or choose another name")
 
 
 def check_folder_target(path: str, sources: Sequence[Source], *, force: bool = False) -> str:
@@ -372,7 +362,7 @@ def _fill_folder(files: FolderPlan, folder: str, mode: int, fill: Fill) -> None:
     for path, plan in staged:
         fd = os.open(path, READ_WRITE)
         try:
-            _check_and_sync(fd, path, mode, (), as_planned(plan))
+            _check_and_sync(fd, path, mode, (), partial(check_planned, plan))
         finally:
             os.close(fd)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import accumulate
+from itertools import accumulate, chain
 from queue import Full, Queue
 from threading import Event, Lock, Thread
 from typing import Final, TypeAlias, TypeVar
 
 from ...base.errors import ReadBackError, UnreadableError
 from ..sources import Computed, Piece, Plan, Source, Span, size_of
-from ..zips.reader import Nearby, Window
+from ..zips.reader import Window, nearby
 
 #: Raises ReadBackError if a staged file is wrong.
 Check: TypeAlias = Callable[[Source], None]
@@ -83,32 +83,28 @@ def _cut(chunks: Iterable[bytes], begin: int, end: int) -> bytes:
     return b"".join(parts)
 
 
-def as_planned(plan: Plan) -> Check:
-    """Return a check that a file has the size of the plan, its literal bytes, and both ends of the copied spans."""
-
-    def check(staged: Source) -> None:
-        size = plan.size
-        if staged.size != size:
-            promised, read = f"{size:,} bytes", f"{staged.size:,} bytes"
-            raise ReadBackError("it has another size than planned", promised=promised, read=read)
-        at = 0
-        written, copied = Window(staged), Nearby()
-        for piece in plan.pieces:
-            try:
-                matches = _is_there(piece, written, at, copied)
-            except UnreadableError as error:
-                if error.path == staged.name and isinstance(error.__cause__, OSError):
-                    raise error.__cause__ from None  # writing failed, and the disk reports it late
-                raise
-            if not matches:
-                promised = f"{size_of(piece):,} bytes from byte {at:,} on"
-                raise ReadBackError("it has other bytes than planned", promised=promised, read="other bytes there")
-            at += size_of(piece)
-
-    return check
+def check_planned(plan: Plan, staged: Source) -> None:
+    """Raise ReadBackError unless a file has the plan's size, its literal bytes, and both ends of the copied spans."""
+    size = plan.size
+    if staged.size != size:
+        promised, read = f"{size:,} bytes", f"{staged.size:,} bytes"
+        raise ReadBackError("it has another size than planned", promised=promised, read=read)
+    at = 0
+    written, copied = Window(staged), nearby()
+    for piece in plan.pieces:
+        try:
+            matches = _is_there(piece, written, at, copied)
+        except UnreadableError as error:
+            if error.path == staged.name and isinstance(error.__cause__, OSError):
+                raise error.__cause__ from None  # writing failed, and the disk reports it late
+            raise
+        if not matches:
+            promised = f"{size_of(piece):,} bytes from byte {at:,} on"
+            raise ReadBackError("it has other bytes than planned", promised=promised, read="other bytes there")
+        at += size_of(piece)
 
 
-def _is_there(piece: Piece, staged: Window, at: int, copied: Nearby) -> bool:
+def _is_there(piece: Piece, staged: Window, at: int, copied: Callable[[Source], Window]) -> bool:
     """Return whether the piece is at ``at``, checked without computing it or reading more than both ends."""
     if isinstance(piece, bytes):
         return staged.read(at, len(piece)) == piece
@@ -116,7 +112,7 @@ def _is_there(piece: Piece, staged: Window, at: int, copied: Nearby) -> bool:
         return True
     source, offset, size = piece
     count = min(size, COMPARED)
-    origin = copied.window(source)
+    origin = copied(source)
     return all(staged.read(at + end, count) == origin.read(offset + end, count) for end in {0, size - count})
 
 
@@ -180,11 +176,9 @@ class Prefetcher:
                 if not self._put(self._begun, chunks):
                     return
             try:
-                for data in piece.chunks():
+                for data in chain(piece.chunks(), (None,)):
                     if not self._put(chunks, data):
                         return
-                if not self._put(chunks, None):
-                    return
             except BaseException as error:
                 self._put(chunks, error)
                 return

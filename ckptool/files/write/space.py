@@ -17,6 +17,8 @@ from .copying import data_and_holes
 
 #: Flags of Linux's fallocate (linux/falloc.h): the size of the file stays, the bytes become a hole.
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
+#: Opens an unnamed file in a folder; fails if the system or the filesystem has none.
+_UNNAMED: Final = os.O_RDWR | getattr(os, "O_TMPFILE", 0)
 #: Fewer bytes are written faster than they are reserved.
 _MIN_ALLOCATED: Final = 16 << 20
 #: Linux ioctl: share a range of blocks with another file (linux/fs.h, FICLONERANGE).
@@ -64,27 +66,21 @@ def free_bytes(folder: str) -> int | None:
 
 
 def _stored(plan: Plan, folder: str) -> Iterator[int]:
-    """Yield the bytes of each piece that need new space."""
+    """Yield the bytes of each piece that need new space: not those in whole blocks that can be shared with an input."""
     at = 0
     shares: dict[int, bool] = {}
     for piece in plan.pieces:
-        size = size_of(piece)
-        if isinstance(piece, Span) and piece.source.local_file() is not None:
-            for part, hole in data_and_holes(piece):
-                if not hole:
-                    yield part.size - _shared(part, at + part.offset - piece.offset, folder, shares)
-        else:
-            yield size
-        at += size
-
-
-def _shared(part: Span, at: int, folder: str, shares: dict[int, bool]) -> int:
-    """Return the bytes of whole blocks that the output, with the part at ``at``, can share with the input."""
-    source = part.source.local_file()
-    blocks = (part.size - -at % FILESYSTEM_BLOCK) // FILESYSTEM_BLOCK
-    if source is None or (part.offset - at) % FILESYSTEM_BLOCK or blocks < 1:
-        return 0
-    return blocks * FILESYSTEM_BLOCK if _can_share(source, folder, shares) else 0
+        file = piece.source.local_file() if isinstance(piece, Span) else None
+        if file is None or not isinstance(piece, Span):
+            yield size_of(piece)
+            at += size_of(piece)
+            continue
+        for part, hole in data_and_holes(piece):
+            blocks = (part.size - -at % FILESYSTEM_BLOCK) // FILESYSTEM_BLOCK
+            aligned = (part.offset - at) % FILESYSTEM_BLOCK == 0
+            shared = blocks if blocks > 0 and aligned and not hole and _can_share(file, folder, shares) else 0
+            yield 0 if hole else part.size - shared * FILESYSTEM_BLOCK
+            at += part.size
 
 
 def _can_share(source: FileSource, folder: str, shares: dict[int, bool]) -> bool:
@@ -97,7 +93,7 @@ def _can_share(source: FileSource, folder: str, shares: dict[int, bool]) -> bool
     device = source.signature[0]
     if device not in shares:
         shares[device] = False
-        with _nameless(folder) as fd, suppress(OSError), source.kept_open():
+        with opened(folder, _UNNAMED) as fd, suppress(OSError), source.kept_open():
             if fd >= 0:
                 import fcntl  # Linux has it, as it has unnamed files
 
@@ -108,7 +104,7 @@ def _can_share(source: FileSource, folder: str, shares: dict[int, bool]) -> bool
 
 def can_reclaim(path: str) -> bool:
     """Return whether files in this folder can get holes, by trial; raise OutputError if the disk fails."""
-    with _nameless(os.path.dirname(os.path.realpath(path))) as fd:
+    with opened(os.path.dirname(os.path.realpath(path)), _UNNAMED) as fd:
         if fd < 0:
             return False
         try:
@@ -119,12 +115,11 @@ def can_reclaim(path: str) -> bool:
 
 
 @contextmanager
-def _nameless(folder: str) -> Iterator[int]:
-    """Yield a descriptor of an unnamed file in a folder, or -1 if the system or the filesystem has none."""
-    try:
-        fd = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600) if hasattr(os, "O_TMPFILE") else -1
-    except OSError:
-        fd = -1
+def opened(path: str, flags: int) -> Iterator[int]:
+    """Yield a descriptor of a file or folder, or -1 if it cannot be opened."""
+    fd = -1
+    with suppress(OSError):
+        fd = os.open(path, flags, 0o600)
     try:
         yield fd
     finally:

@@ -25,7 +25,6 @@ from .reader import (
     Window,
     end_record_oddities,
     extra_fields,
-    fills_block,
     read_archive,
     walk_extra,
 )
@@ -127,7 +126,7 @@ def check_locations(archive: Archive) -> None:
             raise MalformedError("another record or none is where the directory says", where=where, offset=at)
         # The padding is nearly always the only extra field.
         padded = here + head + 4 <= len(data) and extra == 4 + padding_size(data, here + head + 2)[0]
-        if extra and not padded and not fills_block(window.read(at + head, extra)):
+        if extra and not padded and walk_extra(fields := window.read(at + head, extra))[1] != len(fields):
             raise MalformedError("the extra fields of its local header do not parse", where=where, offset=at)
         if at + head + extra + compressed > limit:
             raise MalformedError("the record reaches into the directory", where=where, offset=at)
@@ -365,11 +364,9 @@ def _check_end(archive: Archive, result: Audit) -> None:
         what = f"the archive has a comment of {pluralize(comment, 'byte')}"
         result.note("comment", what, level="warning", offset=end.tail)
     if rest != comment:
-        what = (
-            f"{pluralize(rest, 'byte')} after the end of the archive"
-            if not comment
-            else f"a comment of {pluralize(comment, 'byte')} is announced, but {pluralize(rest, 'byte')} follow"
-        )
+        what = f"{pluralize(rest, 'byte')} after the end of the archive"
+        if comment:
+            what = f"a comment of {pluralize(comment, 'byte')} is announced, but {pluralize(rest, 'byte')} follow"
         result.note("trailing-bytes", what, level="warning", offset=end.tail)
     trailing = list(find_signatures(source, end.tail, source.size))
     result.hidden.extend(trailing)

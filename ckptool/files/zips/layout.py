@@ -106,7 +106,9 @@ def plan_rewrite(archive: Archive, contents: Mapping[str, bytes]) -> Plan:
     runs = list(_runs(archive, contents, filler, grid))
     layout = _layout(archive, runs, contents, grid, filler, 0)
     missing = _missing_padding(layout, FILESYSTEM_BLOCK if filler.alone else lcm(FILESYSTEM_BLOCK, grid))
-    if missing and filler.record and missing + _extra_size(archive, filler.record) <= _MAX_EXTRA:
+    # There must be room in the filler's header, also for another field and the least padding.
+    least = int.from_bytes(archive.local(filler.record)[28:30], "little") + 4 + grid if filler.record else _MAX_EXTRA
+    if missing and missing + least <= _MAX_EXTRA:
         layout = _layout(archive, runs, contents, grid, filler, missing)
     directory = _directory(archive, layout)
     end = _end_records(archive, len(archive.records), layout.size, len(directory))
@@ -187,11 +189,6 @@ def _missing_padding(layout: _Layout, unit: int) -> int:
     for shift, size in layout.carried.items():
         residues[shift % unit] += size
     return -residues.most_common(1)[0][0] % unit if residues else 0
-
-
-def _extra_size(archive: Archive, record: Record) -> int:
-    """Return the bytes of extra fields in the local header, with room for another field and the least padding."""
-    return int.from_bytes(archive.local(record)[28:30], "little") + 4 + alignment(archive)
 
 
 def _directory(archive: Archive, layout: _Layout) -> bytes:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from operator import attrgetter
 from struct import Struct
 from typing import Final
 
-from ...base.errors import ChangedError, MalformedError
+from ...base.errors import MalformedError
 from ...base.findings import Finding
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple, new_tuple
@@ -71,24 +72,9 @@ class Window:
         return data, offset
 
 
-class Nearby:
-    """Reads from one source after another, with read-ahead while the source stays the same."""
-
-    def __init__(self) -> None:
-        self._window: Window | None = None
-
-    def window(self, source: Source) -> Window:
-        """Return the window of a source."""
-        if self._window is None or self._window.source is not source:
-            self._window = Window(source)
-        return self._window
-
-    def content(self, span: Span) -> bytes:
-        """Return the bytes of a span; raises ChangedError if the source is too short."""
-        data = self.window(span.source).read(span.offset, span.size)
-        if len(data) < span.size:
-            raise ChangedError("the input ends before the bytes to copy")
-        return data
+def nearby() -> Callable[[Source], Window]:
+    """Return a function that opens a source as a window, and keeps that window until it gets another source."""
+    return lru_cache(maxsize=1)(Window)
 
 
 DIRECTORY: Final = "central directory"
@@ -461,7 +447,7 @@ def _entry_oddities(record: Record, attributes: int) -> Iterator[Finding]:
 
 def _field_oddities(name: str, raw_name: bytes, extra: bytes, offset: int) -> Iterator[Finding]:
     """Yield the oddities in the extra fields of a directory entry that readers could see differently."""
-    fields = extra_fields(extra)
+    fields, filled = walk_extra(extra)
     if sum(kind == ZIP64_ID for kind, _ in fields) > 1:
         what = f"{quoted(name)} has two zip64 fields; torch takes the first"
         yield Finding("zip64-twice", "error", what, name, offset)
@@ -471,7 +457,7 @@ def _field_oddities(name: str, raw_name: bytes, extra: bytes, offset: int) -> It
             if other != raw_name:
                 what = f"{quoted(name)} is called {quoted(other.decode('utf-8', 'replace'))} by an extra field"
                 yield Finding("name-twice", "error", what, name, offset)
-    if not fills_block(extra):
+    if filled != len(extra):
         what = f"the extra fields of the directory entry of {quoted(name)} do not parse"
         yield Finding("entry-fields", "error", what, name, offset)
 
@@ -479,11 +465,6 @@ def _field_oddities(name: str, raw_name: bytes, extra: bytes, offset: int) -> It
 def extra_fields(raw: bytes) -> list[tuple[int, bytes]]:
     """Parse extra fields into (id, data); a rest that does not parse is cut off, as every reader does."""
     return walk_extra(raw)[0]
-
-
-def fills_block(extra: bytes) -> bool:
-    """Return whether the extra fields fill their block exactly."""
-    return walk_extra(extra)[1] == len(extra)
 
 
 def walk_extra(raw: bytes) -> tuple[list[tuple[int, bytes]], int]:

@@ -89,12 +89,10 @@ def read_note(source: Source, size: int) -> EditNote | None:
         return None
     if not all(type(value) is int for value in (former_size, end, time)) or type(edit) is not str:
         return None
-    if not END_SIZE < former_size < size - END_SIZE:
-        return None
     # The former version must end as it did then. Otherwise somebody changed it, or overwrote the file with another one.
-    if zlib.crc32(source.read(former_size - END_SIZE, END_SIZE)) != end:
-        return None
-    return EditNote(former_size, end, edit, time)
+    fits = END_SIZE < former_size < size - END_SIZE
+    same = fits and zlib.crc32(source.read(former_size - END_SIZE, END_SIZE)) == end
+    return EditNote(former_size, end, edit, time) if same else None
 
 
 def unfinished_end(source: Source, end: int) -> int:

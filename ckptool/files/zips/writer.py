@@ -31,8 +31,6 @@ _END_HEAD: Final = b"PK\x05\x06" + bytes(4)
 class RecordedCrc(Deferred):
     """The CRC-32 of a whole source, which is looked up once its bytes were written."""
 
-    __slots__ = ("source",)
-
     def __init__(self, source: AssembledSource) -> None:
         super().__init__()
         self.source = source
@@ -114,9 +112,9 @@ def plan_archive(contents: Iterable[RecordContent]) -> Plan:
         pieces += [header, content.body, descriptor]
         at += len(header) + size_of(content.body) + size_of(descriptor)
     deferred = any(isinstance(content.crc, Deferred) and content.size for content, _ in directory)
-    size = sum([_entry_size(content, at) for content, at in directory])
-    pieces.append(_deferred(size, _directory, *directory) if deferred else _directory(*directory))
-    end = end_records(len(directory), at, size_of(pieces[-1]), wide=_u16(0x031E) + _u16(45) + bytes(8))
+    listing = _directory(*directory)  # deferred checksums are 0 in it
+    pieces.append(_deferred(len(listing), _directory, *directory) if deferred else listing)
+    end = end_records(len(directory), at, len(listing), wide=_u16(0x031E) + _u16(45) + bytes(8))
     return Plan(merge_pieces([*pieces, end]))
 
 
@@ -198,13 +196,6 @@ def directory_entry(content: RecordContent, at: int) -> bytes:
     sizes = min(stored, FULL32), min(content.size, FULL32)
     lengths = len(name), len(wide), 0
     return _ENTRY.pack(b"PK\x01\x02", flags, method, content.crc, *sizes, *lengths, min(at, FULL32)) + name + wide
-
-
-def _entry_size(content: RecordContent, at: int) -> int:
-    """Return the size of ``directory_entry`` without its checksum."""
-    sizes = content.size, size_of(content.body), at
-    wide = sum([value >= FULL32 for value in sizes]) if max(sizes) >= FULL32 else 0
-    return _ENTRY.size + len(content.name.encode("utf-8", "surrogateescape")) + (4 + 8 * wide if wide else 0)
 
 
 def end_records(

@@ -21,7 +21,7 @@ from ...checkpoint.tensors import ID_PARTS, TensorReader
 from ...files.compressed import ZstdSource
 from ...files.downloads import prefetch
 from ...files.sources import BytesSource, ExpectedChecksum, SliceSource, Source, Span
-from ...files.zips.reader import Nearby, Record, Window, checksum, read_archive
+from ...files.zips.reader import Record, Window, checksum, nearby, read_archive
 from ...pickles.nodes import Graph, Persistent, non_utf8_strings
 from ...safety.arguments import CallChecker
 from ...safety.torch_lists import NEWEST, ever_listed
@@ -155,7 +155,7 @@ class KnownItems:
     def __init__(self) -> None:
         self._graphs: dict[bytes, Graph] = {}
         self._last = b""
-        self._nearby = Nearby()  # the next item most probably follows the last one
+        self._window = nearby()  # the next item most probably follows the last one
         self._alike: dict[tuple[str, tuple[int, ...]], _Alike] = {}
 
     def read(self, item: Item, file: Source, dtype: Dtype, shape: tuple[int, ...]) -> TensorItem | None:
@@ -163,7 +163,7 @@ class KnownItems:
         alike = self._alike.get((dtype.name, shape))
         if alike is None or item.transforms:
             return None
-        return alike.read(item, self._nearby.window(file))
+        return alike.read(item, self._window(file))
 
     def learn(self, opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...], tensor: TensorItem) -> None:
         """Remember the pattern of a tensor's item."""
