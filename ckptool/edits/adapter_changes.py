@@ -33,10 +33,7 @@ _SERIES_CHANGED: Final = 18
 
 
 class Module(NamedTuple):
-    """A module that an adapter changes: ``parts`` has its keys, ``place`` is its name in the base.
-
-    ``base`` has the shapes of the base at ``path``.
-    """
+    """A module that an adapter changes: its keys, its name in the base, and the shapes of the base at ``path``."""
 
     adapter: Adapter
     name: str
@@ -103,10 +100,7 @@ class Module(NamedTuple):
 
 
 def module_changes(module: Module) -> list[WeightChange] | None:
-    """Return the changes of one module, or None if the base lacks it.
-
-    Raise RefusedError unless every tensor is used and fits.
-    """
+    """Return the changes of one module, or None if the base lacks it; refuse tensors that have no use or do not fit."""
     kinds: dict[str, dict[str, str]] = {}
     peft_type = module.adapter.config.get("peft_type")
     for part, key in module.parts.items():

@@ -19,6 +19,7 @@ from ..base.lazy import regex, table
 from ..base.prefixes import adapter_keys
 from ..base.records import NamedTuple
 from ..base.text import join_limited, quoted
+from ..values.torch.adapters import StoredTensor
 
 #: Facts about adapters; the file explains them.
 TABLE: Final = table("edits/adapters")
@@ -87,10 +88,7 @@ class Modules(NamedTuple):
         return self.layout == "kohya"
 
     def form(self, module: str) -> str:
-        """Return a name in the form in which names of the adapter and the base are compared.
-
-        Text encoders lack ``text_model`` since transformers 5.
-        """
+        """Return the form in which a name is compared; text encoders lack ``text_model`` since transformers 5."""
         name = module.replace(".", "_") if self.dotless else module
         return name if self.model == "unet" else name.removeprefix("text_model_" if self.dotless else "text_model.")
 
@@ -101,12 +99,12 @@ def is_of_pipeline(keys: Collection[str]) -> bool:
 
 
 def modules(
-    keys: Collection[str], prefix: str = "", are_equal: Callable[[str, str], bool] = lambda one, other: False
+    keys: Collection[str], prefix: str = "", stored: Callable[[str], StoredTensor] | None = None
 ) -> list[Modules]:
     """Return the modules of each model that an adapter with these keys changes; ``prefix`` was removed from the keys.
 
-    ``are_equal`` returns whether two tensors have the same values. Raise RefusedError for an unknown key, for
-    several adapters, for a part without its partner, and for different tensors with one meaning.
+    ``stored`` returns a tensor. Raise RefusedError for an unknown key, for several adapters, for a part without its
+    partner, and for different tensors with one meaning.
     """
     found: dict[tuple[Layout, str], dict[str, dict[str, str]]] = {}
     adapters: set[str] = set()
@@ -117,7 +115,7 @@ def modules(
         which, module, part, adapter = _read(prefix + key)
         adapters.add(adapter)
         known = found.setdefault(which, {}).setdefault(module, {}).setdefault(part, key)
-        if known != key and len(adapters - {""}) < 2 and not are_equal(key, known):
+        if known != key and len(adapters - {""}) < 2 and not (stored and stored(key).equals(stored(known))):
             raise RefusedError(f"{quoted(key)} and {quoted(known)} mean the same tensor")
     if len(adapters - {""}) > 1:
         raise RefusedError(f"it holds several adapters: {join_limited(sorted(adapters - {''}))}")

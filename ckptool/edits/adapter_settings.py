@@ -102,16 +102,11 @@ class Adapter(NamedTuple):
         return StoredTensor.of(self.checkpoint, key, self.tensors[key])
 
     def modules(self, *, to_merge: bool = True) -> list[Modules]:
-        """Return the modules that it changes, for each model of a pipeline.
-
-        Raise RefusedError if a key is unknown, or not used by a merge.
-        """
+        """Return the modules of each model that it changes; refuse a key that is unknown, or not used by a merge."""
         prefix, way = ("", WITH_DIFFUSERS) if self.of_pipeline else (PEFT_PREFIX, BY_PEFT)
         way = way if to_merge else "give the file of the adapter alone"
         try:
-            found = adapter_names.modules(
-                self.tensors, prefix, lambda one, key: self.stored(one).equals(self.stored(key))
-            )
+            found = adapter_names.modules(self.tensors, prefix, self.stored)
         except RefusedError as error:
             raise self.refusal(error.what, error.step or way) from error
         for part, key in (item for model in found for parts in model.parts.values() for item in parts.items()):
@@ -120,18 +115,14 @@ class Adapter(NamedTuple):
         return found
 
     def of(self, model: Modules) -> Adapter:
-        """Return the adapter with the settings of PEFT that diffusers stored for one model of a pipeline.
-
-        Their names begin with the label of the model if the names of its tensors do. Raise RefusedError if they are not
-        a JSON object.
-        """
+        """Return the adapter with the settings of PEFT that diffusers stored for one model of a pipeline."""
         if not model.label:
             return self
         text = self.checkpoint.container.metadata.get(_HEADER_SETTINGS, "{}")
         if (found := parsed_object(text)) is None:
             message = f"its metadata {_HEADER_SETTINGS!r} is not a JSON object: {quoted(cut(text))}"
             raise self.refusal(message, WITH_DIFFUSERS)
-        start = f"{model.label}."
+        start = f"{model.label}."  # with which their names begin if the names of its tensors do
         own = {name.removeprefix(start): value for name, value in found.items() if name.startswith(start)}
         bare = {name: value for name, value in found.items() if "." not in name and model.layout == "bare"}
         return self._replace(config=own or bare)
@@ -291,17 +282,18 @@ def open_adapter(
     return adapter
 
 
-def adapter_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """Return the settings beside the tensors of an adapter, or those in its header; None without both.
+def adapter_config(checkpoint: Checkpoint, path: str | None = None) -> Mapping[str, Any] | None:
+    """Return the settings at ``path``, beside the tensors of an adapter, or in its header; None without any.
 
     PEFT reads only the file, and only for a file with its own name. It may be of another adapter for others.
     """
-    whole = isinstance(checkpoint.source, FolderSource) or is_folder(checkpoint.path)
-    folder, name = (checkpoint.path, "") if whole else os.path.split(checkpoint.path)
-    own = parsed_object(checkpoint.metadata.get(CONFIG, ""))
-    if (own and name and not name.startswith("adapter_model.")) or open_folder(folder).size(CONFIG) is None:
-        return own
-    path = os.path.join(folder, CONFIG)
+    if path is None:
+        whole = isinstance(checkpoint.source, FolderSource) or is_folder(checkpoint.path)
+        folder, name = (checkpoint.path, "") if whole else os.path.split(checkpoint.path)
+        own = parsed_object(checkpoint.metadata.get(CONFIG, ""))
+        if (own and name and not name.startswith("adapter_model.")) or open_folder(folder).size(CONFIG) is None:
+            return own
+        path = os.path.join(folder, CONFIG)
     if (config := read_object(path)) is None:
         raise RefusedError("it is not a JSON object", path=path)
     return config
@@ -323,9 +315,6 @@ def changes_base(config: Mapping[str, Any]) -> bool:
     """Return whether PEFT repeats the initialization when it loads the adapter, and so changes the base."""
     start = config.get("init_lora_weights")
     return isinstance(start, str) and start.lower().startswith(tuple(TABLE["initial that changes the base"]))
-
-
-# -- the header of a safetensors file
 
 
 def _header_number(checkpoint: Checkpoint, names: Sequence[str]) -> float | None:
@@ -376,10 +365,7 @@ def unmerged(checkpoint: Checkpoint) -> Inside | None:
 
 
 def merge_step(checkpoint: Checkpoint, found: Inside, keep: str = "") -> NextStep:
-    """Return the command that merges the adapter inside a model, or with ``keep`` "adapter" extracts it.
-
-    Return a sentence if the settings are missing, or a name must be chosen.
-    """
+    """Return the command that merges the adapter inside a model, or extracts it; a sentence if that needs more."""
     name, does = "ckptool lora merge", "merges it"
     if keep:
         name, does = f"{name} with {option('keep', keep)}", "extracts it"
@@ -428,11 +414,7 @@ def taken_apart(
 
 
 def settings(checkpoint: Checkpoint, path: str | os.PathLike[str] | None) -> Mapping[str, Any] | None:
-    """Return the settings of an adapter inside a model, from the file at ``path`` or beside the model, or None.
-
-    Initializations that change the base are removed, because the model already has the changed base.
-    """
-    config = adapter_config(checkpoint) if path is None else read_object(os.fspath(path))
-    if config is None and path is not None:
-        raise RefusedError("it is not a JSON object", path=os.fspath(path))
+    """Return the settings of an adapter inside a model, from the file at ``path`` or beside the model, or None."""
+    config = adapter_config(checkpoint, None if path is None else os.fspath(path))
+    # The model already has the base that an initialization changes.
     return {**config, "init_lora_weights": True} if config and changes_base(config) else config

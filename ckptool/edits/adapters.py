@@ -28,7 +28,7 @@ from ..values.torch.adapters import NOT_ADDED, ORDER, AdapterStep
 from .adapter_changes import Module, Shape, WeightChange, module_changes
 from .adapter_names import DOWN, MODELS, NORMS, PEFT_PREFIX, TABLE, UP, WITH_DIFFUSERS, Modules, Parts, is_of_pipeline
 from .adapter_settings import BY_PEFT, CONFIG, Adapter, adapter_config, base_in_header
-from .lora_layouts import base_of
+from .lora_layouts import Renaming
 
 #: Parts whose first dimension is the rank.
 _WITH_RANK: Final = (DOWN, "lora_embedding_A", "hada_w1_b")
@@ -77,7 +77,9 @@ def _summary(adapter: Adapter, models: Sequence[Modules]) -> str:
         return f"{kind}{rank}{f' on {on}' if on else ''}"
     every = {part for _, each in modules for part in each}
     kind = next((kind for start, kind in _KINDS.items() if any(part.startswith(start) for part in every)), "LoRA")
-    known = base_of(models, adapter.tensors)
+    known = ""
+    with suppress(RefusedError):
+        known = Renaming(models, "diffusers", "", adapter.tensors).base
     keys = [each["alpha"] for _, each in modules if "alpha" in each and adapter.tensors[each["alpha"]].numel == 1]
     keys = [] if is_remote(adapter.checkpoint.path) else keys
     alphas = dict.fromkeys(to_numbers(adapter.stored(key).values, adapter.tensors[key].dtype)[0] for key in keys)
@@ -357,10 +359,7 @@ class Match(NamedTuple):
 def _pipeline_changes(
     adapter: Adapter, models: Sequence[Modules], base: Mapping[str, Tensor], path: str
 ) -> tuple[list[WeightChange], Mapping[str, int]]:
-    """Return the changes by the models that the base holds, and the number of tensors of each other model.
-
-    Raise RefusedError unless all modules of a model are in the base and fit.
-    """
+    """Return the changes by the models that the base holds whole, and the number of tensors of each other model."""
     every = own_weights(base)
     # The weights of the base under its own names and those of recipes, each with the model, or "" for any.
     layouts: list[tuple[str, Mapping[str, Weight]]] = [("", every)]

@@ -102,7 +102,7 @@ def merge_lora(
             notes = (*notes, "biases that were trained with it stay in the base model: keep that one too")
         what = f"the adapter as PEFT saves it: {pluralize(number, 'tensor')}"
         change = Change("lora-merge", key or "", number, 0, what, notes)
-        return peft_folder(part.replace(changes=(*model.changes, change)), given, of_model=True, tied="keep-first")
+        return peft_folder(part.replace(changes=(*model.changes, change)), given, {}, of_model=True, tied="keep-first")
     own = open_adapter(part, alpha, given)._replace(in_model=True, weight=factors[0])
     exact = own.config.get("peft_type") == "LORA" and not own.config.get("target_parameters")
     if not exact and any(tensor.dtype in ("float16", "bfloat16") for tensor in own.tensors.values()):
@@ -114,10 +114,7 @@ def merge_lora(
 def merge_lora_files(
     checkpoint: Checkpoint, adapters: Sequence[str], *, dequantize: bool = False, **how: Any
 ) -> Checkpoint:
-    """Merge adapters, given their paths; if a file is damaged, the error says so.
-
-    ``dequantize`` turns a quantized base into plain weights first.
-    """
+    """Merge adapters, given their paths, and name a damaged file; ``dequantize`` makes the base plain first."""
     if dequantize:
         from .dequantize import dequantize as plain_of
 
@@ -264,8 +261,7 @@ class _Merge:
     def done(self, changes: Sequence[Change], adapters: Sequence[Checkpoint], notes: Sequence[str]) -> Checkpoint:
         """Plan the bytes of each changed weight, and return the merged checkpoint, with ``notes`` in the last change.
 
-        A weight that shares its storage gets one of its own. So does a head if an adapter changes the embedding and not
-        the head that is tied to it.
+        A weight that shares its storage gets one of its own. So does a tied head if only the embedding changes.
         """
         if self._alone and not self.sources:
             if not _CAUSAL.search(self._architecture):

@@ -72,19 +72,11 @@ class NewModule(NamedTuple):
         return len(self.rows) == len(self.rows[0].shares) == 1
 
 
-def base_of(models: Sequence[Modules], tensors: Mapping[str, Tensor]) -> str:
-    """Return the names of the models that have all modules of a LoRA, or "" if none is known."""
-    with suppress(RefusedError):
-        return Renaming(models, "diffusers", "", tensors).base
-    return ""
-
-
 class Renaming:
     """The modules of a LoRA in another ``layout``: ``new``.
 
     ``family`` belongs to the base model, or is None. ``base`` lists the models with these names. ``wanted`` is the key
-    of a family, or "". ``tensors`` has the tensors by key. Raise RefusedError if no family has the
-    modules, or several have them under different names.
+    of a family, or "". Raise RefusedError if no family has the modules, or several have them under different names.
     """
 
     def __init__(self, models: Sequence[Modules], layout: str, wanted: str, tensors: Mapping[str, Tensor]) -> None:
@@ -253,9 +245,8 @@ def convert_lora(
     >>> ckptool.convert_lora("adapter", "kohya").changes[0].words
     "1 module in the layout of kohya's sd-scripts"
     """
-    return _Conversion(checkpoint, layout, key, config).done(
-        model, lossy="entries" in allow_loss or "all" in allow_loss
-    )
+    lossy = "entries" in allow_loss or "all" in allow_loss
+    return _Conversion(checkpoint, layout, key, config).done(model, lossy=lossy)
 
 
 def lora_models(checkpoint: Checkpoint, layout: str, **how: Any) -> list[str]:
@@ -334,10 +325,7 @@ class _Conversion:
         return [{} if rows.source is None else self.modules[rows.source][2] for rows in new.rows]
 
     def _content(self, new: NewModule) -> tuple[dict[str, _Part], float, str]:
-        """Return the parts of a module, the factor of its product, and the key of its alpha in the input, or "".
-
-        Its rows are below each other, and several products are blocks on a diagonal.
-        """
+        """Return the parts of a module, the factor of its product, and the key of its alpha in the input, or ""."""
         keys = self._parts(new)
         at = new.rows[0].source
         if new.is_same and at is not None:
@@ -384,6 +372,7 @@ class _Conversion:
                 return made, scale, ""
         if same and all(self.adapter.stored(first).equals(self.adapter.stored(key)) for key in others):
             return {DOWN: self._whole(first), **made}, scale, ""
+        # Several products are blocks on a diagonal.
         down_blocks, up_blocks, rank = list[Block](), list[Block](), 0
         for (n, key), block in zip(downs.items(), made[UP].blocks):
             factors = (1.0, 1.0) if same else _halves(scales[n])
@@ -485,7 +474,7 @@ class _Conversion:
                 "use_dora": any(name.endswith("lora_magnitude_vector") for name, _ in items),
                 "lora_bias": any(name.endswith(_BIAS) for name, _ in items),
             }
-        edited = peft_folder(edited, settings)
+        edited = peft_folder(edited, settings, {})
         return edited.replace(target=edited.target and edited.target._replace(key=self.state_dict.path))
 
     def _written(

@@ -15,7 +15,6 @@ from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from math import prod, sqrt
-from types import MappingProxyType
 from typing import Any, Final
 
 from ..base.dtypes import BY_NAME
@@ -76,24 +75,21 @@ def _add(made: dict[str, LowRank], work: Recomputation, module: str, how: LowRan
     """Add the two matrices of a module to an edit; return B and A."""
     made[module] = how
     dtype, (rows, *inner) = BY_NAME[how.dtype], how.source.shape
-    shapes = (rows, how.rank, *(1 for _ in inner[1:])), (how.rank, *inner)
-    b, a = (
-        work.tensor(
-            f"{module}.{'BA'[n]}", dtype, shape, Computed(prod(shape) * dtype.itemsize, factor_elements, (how, n))
-        )
-        for n, shape in enumerate(shapes)
-    )
-    return b, a
+
+    def added(which: int, shape: tuple[int, ...]) -> Ref:
+        piece = Computed(prod(shape) * dtype.itemsize, factor_elements, (how, which))
+        return work.tensor(f"{module}.{'BA'[which]}", dtype, shape, piece)
+
+    return added(0, (rows, how.rank, *(1 for _ in inner[1:]))), added(1, (how.rank, *inner))
 
 
 def _kept(made: dict[str, LowRank], edit: str) -> list[Change]:
     """Return a change for each module, with the part of the norm that it keeps, the smallest part first."""
-    found = sorted(made.items(), key=lambda item: item[1].pair.value)
-    parts = (f"{how.pair.value * 100 // (PARTS // 100) / 100:g}%" for _, how in found)
-    return [
-        Change(edit, module, how.rank, 0, f"rank {how.rank:,} keeps {part} of the norm")
-        for (module, how), part in zip(found, parts)
-    ]
+    changes = []
+    for module, how in sorted(made.items(), key=lambda item: item[1].pair.value):
+        part = how.pair.value * 100 // (PARTS // 100) / 100
+        changes.append(Change(edit, module, how.rank, 0, f"rank {how.rank:,} keeps {part:g}% of the norm"))
+    return changes
 
 
 def rank_settings(ranks: Mapping[str, int], alphas: Mapping[str, float]) -> dict[str, Any]:
@@ -121,7 +117,7 @@ def stated(texts: Mapping[str, str], ranks: Mapping[str, int], alphas: Mapping[s
 def peft_folder(
     adapter: Checkpoint,
     settings: Mapping[str, Any],
-    texts: Mapping[str, str] = MappingProxyType({}),
+    texts: Mapping[str, str],
     *,
     of_model: bool = False,
     tied: Tied = "",
@@ -314,7 +310,7 @@ def _extracted(tuned: _Side, base: _Side, rank: int, dtype: str, only: Globs) ->
         "modules_to_save": list(saved) or None,
         **rank_settings(ranks, ranks),
     }
-    return peft_folder(edited, settings, of_model=True)
+    return peft_folder(edited, settings, {}, of_model=True)
 
 
 # -- resize

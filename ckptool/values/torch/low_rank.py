@@ -34,10 +34,7 @@ PARTS: Final = 1_000_000
 
 
 class Difference(NamedTuple):
-    """A tuned weight minus its base; a weight with more than two dimensions counts as a matrix with its first one.
-
-    ``transposed``: the transpose is meant.
-    """
+    """A tuned weight minus its base, as a matrix with the first dimension, or with ``transposed`` its transpose."""
 
     tuned: StoredTensor
     base: StoredTensor
@@ -76,10 +73,7 @@ class Product(NamedTuple):
 
 
 class Pair(Deferred):
-    """The elements of both matrices, from the request for one until the request for the other.
-
-    Its number is the kept part of the norm, in millionths.
-    """
+    """The elements of both matrices until both were requested, and the kept part of the norm, in millionths."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,10 +100,8 @@ class LowRank(NamedTuple):
 
 
 def factor_elements(how: LowRank, which: int) -> Iterator[bytes]:
-    """Yield the elements of B (``which`` is 0) or of A (1) in row-major order; raise RefusedError for NaN or infinity.
-
-    Both are computed at the first of two requests.
-    """
+    """Yield the elements of B (``which`` is 0) or of A (1); both are computed at the first request, and refused if one
+    is NaN or infinite."""
     torch = need_torch("computing a low rank")
     with how.pair.lock:
         made, how.pair.elements = how.pair.elements, None
