@@ -45,17 +45,20 @@ class Constants:
     """Add nodes to an arena; equal constants and globals become one node, as through the pickler's memo."""
 
     def __init__(self) -> None:
+        #: The nodes that were added.
+        self.nodes: list[Node] = []
         self._known: dict[tuple[type, str | int], Ref] = {}
         #: What tensors share that differ only in their keys: the arguments, as references.
         self._alike: dict[tuple[object, ...], Any] = {}
 
     def add(self, node: Node) -> Ref:
         """Add a node to the arena."""
-        raise NotImplementedError
+        self.nodes.append(node)
+        return len(self.nodes) - 1
 
     def put(self, ref: Ref, node: Node) -> None:
         """Replace a node of the arena."""
-        raise NotImplementedError
+        self.nodes[ref] = node
 
     def constant(self, value: bool | int | float | str | tuple[()] | None) -> Ref:
         """Return the reference of a constant, string or empty tuple."""
@@ -166,18 +169,7 @@ class Constants:
 
 
 class Builder(Constants):
-    """A growing arena of nodes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nodes: list[Node] = []
-
-    def add(self, node: Node) -> Ref:
-        self.nodes.append(node)
-        return len(self.nodes) - 1
-
-    def put(self, ref: Ref, node: Node) -> None:
-        self.nodes[ref] = node
+    """An arena that becomes a graph."""
 
     def graph(self, root: Ref, protocol: int = 0) -> Graph:
         """Return the graph, in the style of ``torch.save`` but with at least this ``protocol``."""

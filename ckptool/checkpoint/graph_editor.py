@@ -26,14 +26,12 @@ class GraphEditor(Constants):
         super().__init__()
         self.graph = graph
         self.changed: dict[Ref, Node] = {}
-        self._added: list[Node] = []
         self._like: dict[Ref, Ref] = {}
         self._texts: dict[tuple[Ref, str], Ref] = {}
 
     def add(self, node: Node, like: Ref = -1) -> Ref:
         """Add a node, written in the style of the node ``like``."""
-        ref = len(self.graph.nodes) + len(self._added)
-        self._added.append(node)
+        ref = len(self.graph.nodes) + super().add(node)
         if like >= 0:
             self._like[ref] = like
         return ref
@@ -44,14 +42,14 @@ class GraphEditor(Constants):
         if ref < old:
             self.changed[ref] = node
         else:
-            self._added[ref - old] = node
+            self.nodes[ref - old] = node
 
     def node(self, ref: Ref) -> Node:
         """Return the current node of a reference."""
         if ref in self.changed:
             return self.changed[ref]
         old = len(self.graph.nodes)
-        return self.graph.nodes[ref] if ref < old else self._added[ref - old]
+        return self.graph.nodes[ref] if ref < old else self.nodes[ref - old]
 
     def text(self, ref: Ref, value: str) -> Ref:
         """Return a node with the text ``value`` to replace the string ``ref``; equal calls return the same node."""
@@ -95,7 +93,7 @@ class GraphEditor(Constants):
         """Return the edited graph, or the old one if nothing changed; ``root`` is another root."""
         if not self.changed and root is None:
             return self.graph
-        return self.graph.edited(self.changed, self._added, root, self._like)
+        return self.graph.edited(self.changed, self.nodes, root, self._like)
 
 
 def _sequence(like: Node, refs: Sequence[Ref]) -> Node:

@@ -468,11 +468,8 @@ class TensorReader:
         shape, stride, offset = self._shape(args[2]), self._ints(args[3]), self.graph.nodes[args[4]]
         if shape is None or stride is None or type(offset) is not int or abs(offset) >= _TOO_LARGE:
             return None
-        dtype, device, cls = (
-            self._dtype(args[1]),
-            device_text(self.graph, args[6]) or "",
-            callable_name(self.graph, args[0]),
-        )
+        dtype, device = self._dtype(args[1]), device_text(self.graph, args[6]) or ""
+        cls = callable_name(self.graph, args[0])
         size = sum(part.own_bytes for part in map(self.tensor, parts) if part)
         return Tensor("wrapper", dtype, shape, stride, offset, "", device, self._flag(args, 7), cls, parts, size)
 
