@@ -43,7 +43,7 @@ FORMATS: tuple[frozenset[str], ...] = (
     frozenset({"outputs", "repickled"}),
     frozenset({"search"}),
     frozenset({"foreign"}),
-    frozenset({"claims", "folders"}),
+    frozenset({"claims", "folders", "tensor_table"}),
     frozenset({"safetensors", "torch"}),
     frozenset({"bare_pickle", "gguf", "plain_pickle"}),
     frozenset({"names", "programs"}),

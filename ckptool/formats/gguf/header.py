@@ -11,22 +11,26 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from itertools import islice
 from math import prod
-from struct import Struct, calcsize, error, unpack_from
+from struct import Struct, calcsize, unpack_from
 from typing import Any, Final
 
-from ...base.dtypes import BY_NAME, Dtype
+from ...base.dtypes import BY_NAME
 from ...base.errors import MalformedError
 from ...base.findings import Finding
 from ...base.lazy import regex
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
-from ...base.steps import WHOLE_COPY, as_step, by_place
-from ...base.text import pluralize, quoted
+from ...base.text import quoted
 from ...files.sources import Source, refuse_unfinished
+from ..tensor_table import TensorEntry, cut_error, repeated
 
 MAGIC: Final = b"GGUF"
+ALIGNMENT: Final = "general.alignment"
 #: The most bytes of a header; vocabularies of 256,000 tokens take 15 MB.
 MAX_HEADER: Final = 256 << 20
 #: Bytes that are read at a time, bytes that need no announcement, and bytes that are announced after these: a remote
@@ -56,21 +60,13 @@ _UINT32, STRING, ARRAY = 4, 8, 9
 _SURROGATE: Final = regex("[\ud800-\udfff]")
 #: The number formats of values by their type.
 NUMBERS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_TYPE_NAMES: Final = {
-    **{0: "uint8", 1: "int8", 2: "uint16", 3: "int16", 4: "uint32", 5: "int32", 6: "float32", 7: "bool"},
-    **{8: "string", 9: "array", 10: "uint64", 11: "int64", 12: "float64"},
-}
-#: The dtypes of tensors by their type (``GGMLQuantizationType`` of the gguf package). Others were removed, or are new.
-TENSOR_TYPES: Final[dict[int, Dtype]] = {
-    number: BY_NAME[name]
-    for number, name in (
-        *((0, "float32"), (1, "float16"), (24, "int8"), (25, "int16"), (26, "int32"), (27, "int64"), (28, "float64")),
-        *((30, "bfloat16"), (2, "Q4_0"), (3, "Q4_1"), (6, "Q5_0"), (7, "Q5_1"), (8, "Q8_0"), (9, "Q8_1")),
-        *((10, "Q2_K"), (11, "Q3_K"), (12, "Q4_K"), (13, "Q5_K"), (14, "Q6_K"), (15, "Q8_K"), (16, "IQ2_XXS")),
-        *((17, "IQ2_XS"), (18, "IQ3_XXS"), (19, "IQ1_S"), (20, "IQ4_NL"), (21, "IQ3_S"), (22, "IQ2_S")),
-        *((23, "IQ4_XS"), (29, "IQ1_M"), (34, "TQ1_0"), (35, "TQ2_0"), (39, "MXFP4"), (40, "NVFP4"), (41, "Q1_0")),
-    )
-}
+_TYPE_NAMES: Final = "uint8 int8 uint16 int16 uint32 int32 float32 bool string array uint64 int64 float64"
+#: The dtypes of tensors by their type (``GGMLQuantizationType`` of the gguf package). The others were removed.
+_DTYPES: Final = """
+    float32 float16 Q4_0 Q4_1 - - Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL
+    IQ3_S IQ2_S IQ4_XS int8 int16 int32 int64 float64 IQ1_M bfloat16 - - - TQ1_0 TQ2_0 - - - MXFP4 NVFP4 Q1_0
+"""
+TENSOR_TYPES: Final = {number: BY_NAME[name] for number, name in enumerate(_DTYPES.split()) if name != "-"}
 
 
 class Array(NamedTuple):
@@ -78,16 +74,6 @@ class Array(NamedTuple):
 
     kind: int
     number: int
-    begin: int
-    end: int
-
-
-class TensorEntry(NamedTuple):
-    """A tensor: its shape in the order of torch, and its bytes from ``begin`` to ``end`` of the file."""
-
-    name: str
-    dtype: Dtype
-    shape: tuple[int, ...]
     begin: int
     end: int
 
@@ -103,7 +89,7 @@ class Header(NamedTuple):
     metadata: dict[str, Any]
     places: dict[str, tuple[int, int, int]]
     data: int
-    entries: tuple[TensorEntry, ...]
+    entries: list[TensorEntry]
     problems: list[Finding]
 
 
@@ -127,64 +113,53 @@ def read_header(source: Source) -> Header:
         if name in metadata:
             raise reader.broken(f"the entry {quoted(name)} is in it twice", name)
         (kind,) = reader.numbers("I")
-        begin = reader.base + reader.at
+        begin = reader.place
         metadata[name] = reader.value(kind, name)
-        places[name] = kind, begin, reader.base + reader.at
-    alignment = metadata.get("general.alignment", 32)
-    if places.get("general.alignment", (_UINT32,))[0] != _UINT32:
-        raise reader.broken("general.alignment is not of the type uint32", "general.alignment")
+        places[name] = kind, begin, reader.place
+    alignment = metadata.get(ALIGNMENT, 32)
+    if places.get(ALIGNMENT, (_UINT32,))[0] != _UINT32:
+        raise reader.broken(f"{ALIGNMENT} is not of the type uint32", ALIGNMENT)
     if alignment < 1 or alignment & (alignment - 1) or alignment > MAX_HEADER:
-        raise reader.broken(f"general.alignment is {alignment:,}, not a power of two", "general.alignment")
+        raise reader.broken(f"{ALIGNMENT} is {alignment:,}, not a power of two", ALIGNMENT)
     found = [reader.tensor() for _ in range(tensors)]
-    data, entries, problems = _placed(reader, metadata, found, alignment)
+    data = -(-reader.place // alignment) * alignment
+    entries = [each._replace(begin=data + each.begin, end=data + each.end) for each in found]
+    if (twice := repeated(each.name for each in entries)) is not None:
+        raise reader.broken(f"the tensor {quoted(twice)} is in it twice", twice)
+    if any(entry.end > source.size for entry in entries):
+        raise cut_error(source, entries, reader.broken, "it is cut, or an offset is wrong;")
+    problems = [*islice(_problems(metadata, entries, data, alignment, source.size), LIMITS.listed)]
     return Header(version, reader.order, alignment, metadata, places, data, entries, problems)
 
 
-def _placed(
-    reader: _Reader, metadata: dict[str, Any], found: list[TensorEntry], alignment: int
-) -> tuple[int, tuple[TensorEntry, ...], list[Finding]]:
-    """Return the offset of the data, the tensors with their places in the file, and what is wrong with these."""
-    source, problems = reader.source, list[Finding]()
-
-    def note(what: str, where: str, level: str = "error") -> None:
-        if len(problems) < LIMITS.listed:
-            problems.append(Finding("gguf-layout", level, what, where))
-
-    for name in (*metadata, *(each.name for each in found)):
+def _problems(
+    metadata: dict[str, Any], entries: list[TensorEntry], data: int, alignment: int, size: int
+) -> Iterator[Finding]:
+    """Yield what llama.cpp refuses although a file of ``size`` bytes can be read."""
+    finding = partial(Finding, "gguf-layout", "error")
+    for name in (*metadata, *(each.name for each in entries)):
         if not name.isascii() and _SURROGATE.search(name):
-            note(f"the name {quoted(name)} is not UTF-8", name)
-    data = -(-(reader.base + reader.at) // alignment) * alignment
-    entries, seen, expected = list[TensorEntry](), set[str](), 0
-    for name, dtype, shape, offset, finish in found:
-        if name in seen:
-            raise reader.broken(f"the tensor {quoted(name)} is in it twice", name)
-        seen.add(name)
+            yield finding(f"the name {quoted(name)} is not UTF-8", name)
+    expected = data
+    for name, _, shape, begin, end in entries:
         title = f"tensor {quoted(name)}"
-        if offset % alignment:
-            note(f"{title} begins at {offset:,}, not at a multiple of {alignment}", name)
-        elif offset != expected:
-            note(f"{title} begins at {offset:,} of the data; llama.cpp expects it at {expected:,}", name)
+        if begin % alignment:
+            yield finding(f"{title} begins at {begin - data:,}, not at a multiple of {alignment}", name)
+        elif begin != expected:
+            place = f"{begin - data:,} of the data; llama.cpp expects it at {expected - data:,}"
+            yield finding(f"{title} begins at {place}", name)
         if len(shape) > _MOST_DIMENSIONS:
-            note(f"{title} has {len(shape)} dimensions, llama.cpp reads {_MOST_DIMENSIONS}", name)
+            yield finding(f"{title} has {len(shape)} dimensions, llama.cpp reads {_MOST_DIMENSIONS}", name)
         if len(name.encode("utf-8", "surrogateescape")) > _LONGEST_NAME:
-            note(f"{title} has a name of more than {_LONGEST_NAME} bytes, which llama.cpp refuses", name)
-        expected = -(-finish // alignment) * alignment
-        entries.append(TensorEntry(name, dtype, shape, data + offset, data + finish))
-    end = max((entry.end for entry in entries), default=0)
-    if end > source.size:
-        left = sum(entry.end <= source.size for entry in entries)
-        rule = f"its tensors end at byte {end:,}, the file has {source.size:,}: it is cut, or an offset is wrong"
-        cut = reader.broken(f"{rule}; {left:,} of {pluralize(len(entries), 'tensor')} are whole")
-        cut.step = as_step(by_place(source.name, "download it again", WHOLE_COPY))
-        raise cut
-    at, before = 0, ""
+            yield finding(f"{title} has a name of more than {_LONGEST_NAME} bytes, which llama.cpp refuses", name)
+        expected = -(-end // alignment) * alignment
+    at, before = data, ""
     for entry in sorted(entries, key=lambda each: (each.begin, each.end)):
         if entry.begin < at and entry.end > entry.begin:
-            note(f"tensor {quoted(entry.name)} begins within tensor {quoted(before)}", entry.name)
+            yield finding(f"tensor {quoted(entry.name)} begins within tensor {quoted(before)}", entry.name)
         at, before = (entry.end, entry.name) if entry.end > at else (at, before)
-    if source.size - max(at, data) > alignment:
-        note(f"{source.size - max(at, data):,} bytes follow the last tensor", "", "warning")
-    return data, tuple(entries), problems
+    if size - at > alignment:
+        yield Finding("gguf-layout", "warning", f"{size - at:,} bytes follow the last tensor")
 
 
 def elements(source: Source, arrays: Mapping[str, Array], order: str) -> dict[str, list[Any]]:
@@ -193,11 +168,10 @@ def elements(source: Source, arrays: Mapping[str, Array], order: str) -> dict[st
     if total > _LONG:
         what = f"its arrays have {total:,} bytes, {_LONG:,} are read at most"
         raise MalformedError(what, path=source.name, next="read the header alone, with `ckptool inspect`")
-    found = {}
-    for name, array in arrays.items():
-        reader = _Reader(source, order, array.begin, array.end)
-        found[name] = reader.elements(array.kind, array.number)
-    return found
+    return {
+        name: _Reader(source, order, begin, end).elements(kind, number)
+        for name, (kind, number, begin, end) in arrays.items()
+    }
 
 
 class _Reader:
@@ -211,6 +185,11 @@ class _Reader:
         #: How many elements may be decoded, and arrays in arrays skipped.
         self.decoded = self.nested = _MOST
 
+    @property
+    def place(self) -> int:
+        """The offset of the next value in the file."""
+        return self.base + self.at
+
     def broken(self, rule: str, where: str = "") -> MalformedError:
         what = f"not a valid GGUF file: {rule}"
         if "\ufffd".encode() in self.data[: self.at]:
@@ -221,7 +200,7 @@ class _Reader:
         """Have the next ``size`` bytes in ``data``, without those before; raise MalformedError if the file ends."""
         if self.at + size <= len(self.data):
             return
-        place = self.base + self.at
+        place = self.place
         begin = max(place, self.base + len(self.data))
         if place + size > self.end:
             raise self.broken(f"the header ends after byte {self.end:,}, within what it declares")
@@ -254,19 +233,17 @@ class _Reader:
 
     def value(self, kind: int, name: str) -> Any:
         """Return the next value of a type; an array that is long or holds arrays is not decoded."""
-        if kind in NUMBERS:
-            return self.numbers(NUMBERS[kind])[0]
-        if kind == STRING:
-            return self.string(f"the text of {quoted(name)}")
+        if kind in NUMBERS or kind == STRING:
+            return self.elements(kind, 1, f"the text of {quoted(name)}")[0]
         if kind != ARRAY:
             raise self.broken(f"the entry {quoted(name)} is of the unknown type {kind}", name)
         inner, count = self.numbers("IQ")
         if count <= min(SHORT, self.decoded) and (inner == STRING or inner in NUMBERS):
             self.decoded -= count
             return self.elements(inner, count)
-        begin = self.base + self.at
+        begin = self.place
         self.skip(1, inner, count)
-        return Array(inner, count, begin, self.base + self.at)
+        return Array(inner, count, begin, self.place)
 
     def skip(self, depth: int, kind: int, count: int) -> None:
         """Go behind the elements of an array."""
@@ -289,7 +266,7 @@ class _Reader:
         unpack, last = Struct(self.order + "Q").unpack_from, min(self.end, MAX_HEADER) - _ROOM
         while count:  # half a million in large vocabularies
             number = min(count, _MANY)
-            self.need(_ROOM if self.base + self.at <= last else 0)
+            self.need(_ROOM if self.place <= last else 0)
             if number == _MANY and self.order == "<" and (match := _SHORT_TEXTS.match(self.data, self.at)):
                 self.at = match.end()
             else:
@@ -300,10 +277,10 @@ class _Reader:
             count -= number
         self.need(0)
 
-    def elements(self, kind: int, count: int) -> list[Any]:
-        """Return the next elements."""
+    def elements(self, kind: int, count: int, what: str = "a text") -> list[Any]:
+        """Return the next elements; ``what`` describes a text in an error."""
         if kind == STRING:
-            return [self.string("a text") for _ in range(count)]
+            return [self.string(what) for _ in range(count)]
         if kind == ARRAY:
             return [self.elements(*self.numbers("IQ")) for _ in range(count)]
         return [*self.numbers(f"{count}{NUMBERS[kind]}")]
@@ -315,7 +292,7 @@ class _Reader:
         if dimensions > LIMITS.dimensions:
             raise self.broken(f"tensor {quoted(name)} has {dimensions:,} dimensions", name)
         *sizes, kind, offset = self.numbers(f"{dimensions}QIQ")
-        shape, dtype = tuple(reversed(sizes)), TENSOR_TYPES.get(kind)
+        shape, dtype, row = tuple(reversed(sizes)), TENSOR_TYPES.get(kind), (1, *reversed(sizes))[-1]
         if dtype is None:
             step = "a newer ckptool may know it; the gguf package of the program that wrote the file does"
             known = f"tensor {quoted(name)} is of type {kind}, which GGUF removed or ckptool does not know"
@@ -323,15 +300,15 @@ class _Reader:
         # The strides of an empty tensor are numbers, too.
         if prod(max(size, 1) for size in shape) >= 1 << 62 or offset >= 1 << 62:
             raise self.broken(f"tensor {quoted(name)} is larger than any tensor can be", name)
-        if (shape[-1] if shape else 1) % dtype.packed:
-            rule = f"rows of {shape[-1] if shape else 1:,} elements do not divide into blocks of {dtype.packed}"
+        if row % dtype.packed:
+            rule = f"rows of {row:,} elements do not divide into blocks of {dtype.packed}"
             raise self.broken(f"tensor {quoted(name)}: {rule}", name)
-        return TensorEntry(name, dtype, shape, offset, offset + prod(shape) // dtype.packed * dtype.itemsize)
+        return TensorEntry(name, dtype.name, shape, offset, offset + prod(shape) // dtype.packed * dtype.itemsize)
 
 
 def type_name(kind: int) -> str:
     """Return the name of a value type, such as "string"."""
-    return _TYPE_NAMES.get(kind, f"type {kind}")
+    return dict(enumerate(_TYPE_NAMES.split())).get(kind, f"type {kind}")
 
 
 _SINGLE: Final = Struct("<f")
@@ -339,11 +316,8 @@ _SINGLE: Final = Struct("<f")
 
 def shortest(value: float) -> float:
     """Return the number with the fewest digits that is the same in float32: 1e-05, not 9.999999747378752e-06."""
-    for digits in (6, 7, 8):
-        near = float(f"{value:.{digits}g}")
-        try:
+    for near in (float(f"{value:.{digits}g}") for digits in (6, 7, 8)):
+        with suppress(OverflowError):
             if near != near or _SINGLE.unpack(_SINGLE.pack(near))[0] == value:
                 return near
-        except (OverflowError, error):
-            continue
     return value

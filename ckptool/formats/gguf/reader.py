@@ -6,32 +6,23 @@ Quantized tensors have a dtype of ``base.dtypes.BLOCKS``: their shape counts val
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final
 
-from ...base.dtypes import Dtype
+from ...base.dtypes import BY_NAME
 from ...base.errors import MalformedError
-from ...base.findings import INCOMPLETE, TWO_FORMATS, Finding
+from ...base.findings import INCOMPLETE, Finding
 from ...base.lazy import regex
 from ...base.steps import folder_of
 from ...base.text import cut, join_limited, pluralize, quoted
-from ...checkpoint.container import (
-    Container,
-    FoundPickle,
-    Manifest,
-    Original,
-    StorageLocation,
-    StoredRecord,
-    Traits,
-)
+from ...checkpoint.container import FoundPickle, Original, Traits
 from ...checkpoint.graph_builder import Builder, PlainTensor
 from ...checkpoint.tensors import contiguous_strides
-from ...files.sources import FolderSource, Source, Span, is_unfinished
-from ...files.zips.reader import ends_in_directory
+from ...files.sources import FolderSource, Source, is_unfinished
 from ...pickles.nodes import Graph, Ref
-from .header import MAGIC, STRING, Array, Header, TensorEntry, elements, read_header, type_name
+from ..tensor_table import TableContainer, TensorEntry, repeated
+from .header import MAGIC, STRING, Array, Header, elements, read_header, type_name
 
 #: The name of a file of a split (llama.cpp: ``llama_split_path``).
 SPLIT: Final = regex(r"(.*)-(\d{5})-of-(\d{5})\.gguf\Z")
@@ -39,7 +30,7 @@ SPLIT: Final = regex(r"(.*)-(\d{5})-of-(\d{5})\.gguf\Z")
 _TOKENS: Final = "tokenizer.ggml."
 
 
-class GGUF(Container):
+class GGUF(TableContainer):
     """The files of a model, the one with the metadata first. ``values`` are the entries of the metadata, in which long
     arrays are an ``Array``."""
 
@@ -57,7 +48,7 @@ class GGUF(Container):
     )
 
     def __init__(self, files: Sequence[tuple[Source, Header]]) -> None:
-        self.files = files
+        self.files, self.sources = files, [source for source, _ in files]
         self.source, header = files[0]
         self.values = header.metadata
         self.header_size = min(header.data, self.source.size) if len(files) == 1 else 0
@@ -65,13 +56,11 @@ class GGUF(Container):
         self.writer = f"a converter for llama.cpp (GGUF version {header.version})"
         self.model = _model(header.metadata)
         self.problems = [problem for _, each in files for problem in each.problems]
-        self.entries: dict[str, tuple[Source, TensorEntry]] = {}
-        for source, each in files:
-            start = len(self.entries)
-            self.entries.update((str(start + n), (source, entry)) for n, entry in enumerate(each.entries))
-        names = [*self.values, *(entry.name for _, entry in self.entries.values())]
-        if len({*names}) < len(names):
-            twice = next(name for name, number in Counter(names).items() if number > 1)
+        every = [(source, entry) for source, each in files for entry in each.entries]
+        self.entries = {str(number): entry for number, (_, entry) in enumerate(every)}
+        self._sources = {str(number): source for number, (source, _) in enumerate(every)}
+        names = [*self.values, *(entry.name for _, entry in every)]
+        if (twice := repeated(names)) is not None:
             raise MalformedError(f"two of its entries and tensors are called {quoted(twice)}", path=self.source.name)
         from .names import lacking  # imported late, because it reads a table
 
@@ -86,7 +75,7 @@ class GGUF(Container):
 
     @cached_property
     def graph(self) -> Graph:  # type: ignore[override]
-        return self._built()
+        return object_of(self.values, self.entries.values())
 
     def in_full(self, key: str = "") -> GGUF:
         from copy import copy  # most commands need none
@@ -95,33 +84,16 @@ class GGUF(Container):
         arrays = {name: value for name, value in self.values.items() if isinstance(value, Array)}
         wanted = {name: value for name, value in arrays.items() if key in ("", ".") or name in key}
         whole.values = {**self.values, **elements(self.source, wanted, order)}
-        whole.graph = whole._built()
+        whole.graph = object_of(whole.values, self.entries.values())
         return whole
 
-    def _built(self) -> Graph:
-        return object_of(self.values, [(e.name, e.dtype, e.shape, e.end - e.begin) for _, e in self.entries.values()])
-
-    def stored(self, key: str) -> StorageLocation:
-        if key not in self.entries:
-            return StorageLocation(None, 0)
-        source, entry = self.entries[key]
-        size = entry.end - entry.begin
-        return StorageLocation(Span(source, entry.begin, size), size)
-
-    def records(self) -> Iterator[StoredRecord]:
-        for key, (_, entry) in self.entries.items():
-            span, size, *_ = self.stored(key)
-            if span is not None:
-                yield StoredRecord(entry.name, span, size, None, False, key)
-
-    def manifest(self, *, checked: bool = False) -> Manifest:
-        return {entry.name: (entry.dtype.name, entry.shape) for _, entry in self.entries.values()}
+    def source_of(self, key: str) -> Source:
+        return self._sources[key]
 
     def originals(self) -> Mapping[str, Sequence[Original]]:
         from .names import originals  # imported late, because it reads a table
 
-        shapes = {entry.name: entry.shape for _, entry in self.entries.values()}
-        return originals(self.values, shapes)
+        return originals(self.values, {entry.name: entry.shape for entry in self.entries.values()})
 
     def held_texts(self) -> Iterable[tuple[str, Mapping[str, str]]]:
         """Yield the texts of the metadata, also those in arrays, except tokens. Programs act on chat templates only."""
@@ -143,12 +115,6 @@ class GGUF(Container):
                 if found or (found is None and not quick):
                     yield FoundPickle("", None, "it is a GGUF file, and may be a pickle at once", unchecked=True)
 
-    def audit(self, keys: Collection[str]) -> Sequence[Finding]:
-        if not any(ends_in_directory(source) for source, _ in self.files):
-            return ()
-        what = "it is a GGUF file and a zip archive at once: zipfile, and what uses it, takes it for the archive"
-        return [Finding(TWO_FORMATS, "error", what, refused=True)]
-
 
 def _model(values: Mapping[str, Any]) -> str:
     """Return the architecture, size, context and tokenizer of a model, as far as the metadata has them."""
@@ -164,11 +130,8 @@ def _model(values: Mapping[str, Any]) -> str:
     return ", ".join(label + (cut(fact, 60) if isinstance(fact, str) else f"{fact:,}") for label, fact in known)
 
 
-def object_of(values: Mapping[str, Any], tensors: Iterable[tuple[str, Dtype, tuple[int, ...], int]]) -> Graph:
-    """Return a dict of metadata and of tensors: their names, dtypes, shapes and bytes.
-
-    An array that is not decoded is described by a text.
-    """
+def object_of(values: Mapping[str, Any], tensors: Iterable[TensorEntry]) -> Graph:
+    """Return a dict of metadata and of tensors. An array that is not decoded is described by a text."""
     builder = Builder()
 
     def node(value: Any) -> Ref:
@@ -176,8 +139,8 @@ def object_of(values: Mapping[str, Any], tensors: Iterable[tuple[str, Dtype, tup
         return builder.sequence([*map(node, value)]) if isinstance(value, list) else builder.constant(value)
 
     items = [(name, node(value)) for name, value in values.items()]
-    for number, (name, dtype, shape, size) in enumerate(tensors):
-        plain = PlainTensor(dtype, shape, contiguous_strides(shape), str(number), size)
+    for number, (name, dtype, shape, begin, end) in enumerate(tensors):
+        plain = PlainTensor(BY_NAME[dtype], shape, contiguous_strides(shape), str(number), end - begin)
         items.append((name, builder.tensor(plain)))
     return builder.graph(builder.mapping(items))
 

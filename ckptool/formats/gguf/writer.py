@@ -6,12 +6,10 @@ Entries that no edit changed are copied with their types. A changed value keeps 
 from __future__ import annotations
 
 from contextlib import suppress
-from struct import Struct, error
-from typing import Any, Final, cast
+from struct import error, pack, unpack
+from typing import Any, Final, TypeAlias, cast
 
-from ...base.dtypes import BY_NAME
 from ...base.errors import MalformedError, RefusedError
-from ...base.records import NamedTuple
 from ...base.steps import command, suggested_output
 from ...base.text import quoted
 from ...checkpoint.checkpoint import Checkpoint, Target
@@ -21,42 +19,37 @@ from ...files.sources import Piece, Plan, Span, merge_pieces
 from ...pickles.nodes import List, Ref
 from ...values.elements import tensor_size
 from ..losses import Promise
-from .header import ARRAY, MAGIC, NUMBERS, STRING, TENSOR_TYPES, shortest, type_name
+from ..tensor_table import TensorEntry, repeated
+from .header import ALIGNMENT, ARRAY, MAGIC, NUMBERS, STRING, TENSOR_TYPES, shortest, type_name
 from .reader import GGUF, described, object_of
 
 _TYPES: Final = {dtype.name: number for number, dtype in TENSOR_TYPES.items()}
 #: The types of new values: a bool, a whole number by its size, and any other number.
 _BOOL, _INTEGERS, _FLOAT = 7, (4, 5, 10, 11), 6
-_ALIGNMENT: Final = "general.alignment"
 
 
-class _Output(NamedTuple):
-    """The values of the metadata with their bytes, and the tensors with theirs."""
-
-    values: dict[str, Any]
-    entries: list[bytes]
-    tensors: list[tuple[str, Tensor, Piece]]
+#: The values of the metadata, the bytes of its entries, and the tensors with their bytes.
+_Output: TypeAlias = tuple[dict[str, Any], list[bytes], list[tuple[str, Tensor, Piece]]]
 
 
 def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
     """Return the file with its edited metadata and tensors; raise RefusedError for tensors with other values."""
-    output, container = _output(checkpoint), cast(GGUF, checkpoint.container)
-    source, header = container.files[0]
+    _, entries, tensors = _output(checkpoint)
+    source, header = cast(GGUF, checkpoint.container).files[0]
     order, alignment = header.order, header.alignment
-    number = Struct(order + "Q").pack
-    at, infos, pieces, kept = 0, list[bytes](), list[Piece](), len(output.tensors) == len(header.entries)
-    for name, tensor, piece in output.tensors:
+    at, infos, pieces, kept = 0, list[bytes](), list[Piece](), len(tensors) == len(header.entries)
+    for name, tensor, piece in tensors:
         if tensor.location != "cpu":
             what = f"GGUF has no place for devices, and {quoted(name)} is tagged {tensor.location}"
             raise RefusedError(what, path=checkpoint.path, next="the program that loads it chooses the device")
-        size, numbers = tensor_size(tensor), Struct(f"{order}I{len(tensor.shape)}QIQ")
-        shape = numbers.pack(len(tensor.shape), *reversed(tensor.shape), _TYPES[tensor.dtype], at)
-        infos += [_text(name, order), shape]
+        size, shape = tensor_size(tensor), tuple(reversed(tensor.shape))
+        numbers = pack(f"{order}I{len(shape)}QIQ", len(shape), *shape, _TYPES[tensor.dtype], at)
+        infos.append(_text(name, order) + numbers)
         pieces += [piece, bytes(-size % alignment)]
         kept = kept and piece == Span(source, header.data + at, size)
         at += size + -size % alignment
-    counts = number(len(output.tensors)) + number(len(output.entries))
-    text = MAGIC + Struct(order + "I").pack(header.version) + counts + b"".join([*output.entries, *infos])
+    counts = pack(f"{order}IQQ", header.version, len(tensors), len(entries))
+    text = MAGIC + counts + b"".join([*entries, *infos])
     text += bytes(-len(text) % alignment)
     if kept and source.size > header.data:
         pieces = [Span(source, header.data, source.size - header.data)]
@@ -65,45 +58,43 @@ def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
 
 def promise(checkpoint: Checkpoint, target: Target) -> Promise:
     """Promise the metadata, and the names, dtypes and shapes of the tensors."""
-    output, container = _output(checkpoint), checkpoint.container
-    tensors = [(name, BY_NAME[tensor.dtype], tensor.shape, tensor_size(tensor)) for name, tensor, _ in output.tensors]
-    manifest = {name: (dtype.name, shape) for name, dtype, shape, _ in tensors}
-    graph = object_of(output.values, tensors)
-    return Promise("gguf", graph, manifest=manifest, byteorder=container.byteorder)
+    values, _, named = _output(checkpoint)
+    tensors = [TensorEntry(name, tensor.dtype, tensor.shape, 0, tensor_size(tensor)) for name, tensor, _ in named]
+    manifest = {name: (dtype, shape) for name, dtype, shape, *_ in tensors}
+    graph = object_of(values, tensors)
+    return Promise("gguf", graph, manifest=manifest, byteorder=checkpoint.container.byteorder)
 
 
 def _output(checkpoint: Checkpoint) -> _Output:
-    container = cast(GGUF, checkpoint.container)
+    container, path = cast(GGUF, checkpoint.container), checkpoint.path
     source, header = container.files[0]
     if len(container.files) > 1:
         step = "join the files first, with llama-gguf-split of llama.cpp"
-        raise RefusedError("the model is in several files, and edits write one", path=checkpoint.path, next=step)
+        raise RefusedError("the model is in several files, and edits write one", path=path, next=step)
     items = mapping(checkpoint.graph, checkpoint.graph.root)
     if items is None:
-        raise RefusedError("GGUF holds a dict of entries and tensors", path=checkpoint.path)
-    output, seen = _Output({}, [], []), set[str]()
-    for key, ref in items:
-        name, tensor = str(checkpoint.graph.nodes[key]), checkpoint.survey.reader.tensor(ref)
-        if name in seen:
-            raise RefusedError(f"two entries or tensors would be called {quoted(name)}", path=checkpoint.path)
-        seen.add(name)
+        raise RefusedError("GGUF holds a dict of entries and tensors", path=path)
+    names = [str(checkpoint.graph.nodes[key]) for key, _ in items]
+    if (twice := repeated(names)) is not None:
+        raise RefusedError(f"two entries or tensors would be called {quoted(twice)}", path=path)
+    values, entries, tensors = output = dict[str, Any](), list[bytes](), list[tuple[str, Tensor, Piece]]()
+    for name, (_, ref) in zip(names, items):
+        tensor = checkpoint.survey.reader.tensor(ref)
         if tensor is not None:
-            output.tensors.append((name, tensor, _piece(checkpoint, name, tensor)))
+            tensors.append((name, tensor, _piece(checkpoint, name, tensor)))
             continue
-        old, value = header.metadata.get(name), _value(checkpoint, ref)
+        value = _value(checkpoint, ref)
         kind, begin, end = header.places.get(name, (-1, 0, 0))
-        if name in header.metadata and _alike(described(old), value):
-            raw = source.read(begin, end - begin)
-            value = old
+        if kind >= 0 and repr(described(header.metadata[name])) == repr(value):
+            value, raw = header.metadata[name], source.read(begin, end - begin)
         else:
             inner = int.from_bytes(source.read(begin, 4), "big" if header.order == ">" else "little")
             kind = _kind(value) if kind < 0 else kind
             value, raw = _encoded(checkpoint, name, value, kind, inner, header.order)
-        output.values[name] = value
-        output.entries.append(_text(name, header.order) + Struct(header.order + "I").pack(kind) + raw)
-    if output.values.get(_ALIGNMENT) != header.metadata.get(_ALIGNMENT):
-        what = f"{_ALIGNMENT} says where the tensors are, so it cannot be edited"
-        raise RefusedError(what, path=checkpoint.path)
+        values[name] = value
+        entries.append(_text(name, header.order) + pack(header.order + "I", kind) + raw)
+    if values.get(ALIGNMENT) != header.metadata.get(ALIGNMENT):
+        raise RefusedError(f"{ALIGNMENT} says where the tensors are, so it cannot be edited", path=path)
     return output
 
 
@@ -131,18 +122,12 @@ def _value(checkpoint: Checkpoint, ref: Ref) -> Any:
     return node
 
 
-def _alike(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and repr(one) == repr(other)
-
-
 def _kind(value: Any) -> int:
     """Return the type for a new value."""
-    if isinstance(value, bool):
-        return _BOOL
-    if isinstance(value, int):
+    if type(value) is int:
         limits = ((1 << 32, 0), (1 << 31, -(1 << 31)), (1 << 64, 0))
         return next((kind for kind, (high, low) in zip(_INTEGERS, limits) if low <= value < high), _INTEGERS[-1])
-    return STRING if isinstance(value, str) else _FLOAT if isinstance(value, float) else ARRAY
+    return {bool: _BOOL, str: STRING, float: _FLOAT}.get(type(value), ARRAY)
 
 
 def _encoded(checkpoint: Checkpoint, name: str, value: Any, kind: int, inner: int, order: str) -> tuple[Any, bytes]:
@@ -150,23 +135,20 @@ def _encoded(checkpoint: Checkpoint, name: str, value: Any, kind: int, inner: in
     if kind == STRING and isinstance(value, str):
         return value, _text(value, order)
     if kind in NUMBERS and isinstance(value, bool) is (kind == _BOOL) and isinstance(value, int | float):
-        form = Struct(order + NUMBERS[kind])
-        try:
-            raw = form.pack(value)
-        except (error, OverflowError):
-            raw = b""
-        (read,) = form.unpack(raw) if raw else (None,)
-        read = shortest(read) if NUMBERS[kind] == "f" and raw else read
-        if raw and (read == value or value != value):
-            return read, raw
+        form = order + NUMBERS[kind]
+        with suppress(error, OverflowError):
+            raw = pack(form, value)
+            (read,) = unpack(form, raw)
+            read = shortest(read) if kind == _FLOAT else read
+            if read == value or value != value:
+                return read, raw
     elif kind == ARRAY and isinstance(value, list):
         parts = [_encoded(checkpoint, name, part, inner, -1, order) for part in value]
-        count = Struct(order + "IQ").pack(inner, len(parts))
-        return [part for part, _ in parts], count + b"".join(raw for _, raw in parts)
+        return [part for part, _ in parts], pack(order + "IQ", inner, len(parts)) + b"".join(raw for _, raw in parts)
     what = f"{quoted(name)} is of the type {type_name(kind)}, which cannot hold {value!r}"
     raise RefusedError(what, path=checkpoint.path)
 
 
 def _text(text: str, order: str) -> bytes:
     data = text.encode("utf-8", "surrogateescape")
-    return Struct(order + "Q").pack(len(data)) + data
+    return pack(order + "Q", len(data)) + data

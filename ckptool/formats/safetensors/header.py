@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from math import isfinite, prod
 from operator import mul
@@ -21,9 +22,10 @@ from ...base.errors import MalformedError, RefusedError
 from ...base.lazy import regex
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple, new_tuple
-from ...base.steps import WHOLE_COPY, as_step, by_place, command, salvage_step, suggested_output
+from ...base.steps import command, suggested_output
 from ...base.text import join_limited, pluralize, quoted
 from ...files.sources import Source, refuse_unfinished
+from ..tensor_table import TensorEntry, cut_error, repeated
 
 
 class _DuplicateNameError(ValueError):
@@ -46,8 +48,7 @@ def strict_json(text: str | bytes, subject: str, parse_int: Callable[[str], Any]
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        seen: set[str] = set()
-        raise _DuplicateNameError(next(name for name, _ in pairs if name in seen or seen.add(name)))  # type: ignore[func-returns-value]
+        raise _DuplicateNameError(repeated(name for name, _ in pairs))
     return value
 
 
@@ -78,16 +79,6 @@ _MAX_DEPTH: Final = 127
 _MINUS_ZERO: Final = regex(r"-0(?![0-9.eE])")
 _HALF: Final = regex(r"\\u[dD][89a-fA-F]")
 _SURROGATE: Final = regex("[\ud800-\udfff]")
-
-
-class TensorEntry(NamedTuple):
-    """A tensor. ``dtype`` is the format's name; ``begin`` and ``end`` are bytes from the start of the file."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
 
 
 class Header(NamedTuple):
@@ -256,12 +247,7 @@ def _check_tiling(source: Source, entries: tuple[TensorEntry, ...], data: int, c
             raise _broken(source, f"tensor {quoted(entry.name)} begins within the one before it", entry.name)
         at = entry.end
     if at > source.size and not cut:
-        left = sum(entry.end <= source.size for entry in entries)
-        rule = f"its tensors end at byte {at:,}, the file has {source.size:,}"
-        error = _broken(source, f"{rule}: it is cut, {left:,} of {pluralize(len(entries), 'tensor')} are whole")
-        again = by_place(source.name, "download it again", WHOLE_COPY)
-        error.step = as_step(again) + (", or " + salvage_step(source.name) if left else "")
-        raise error
+        raise cut_error(source, entries, partial(_broken, source), "it is cut,", salvaged=True)
     if at < source.size and not cut:
         raise _broken(source, f"{pluralize(source.size - at, 'byte')} after the last tensor")
 

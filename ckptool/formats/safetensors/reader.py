@@ -12,13 +12,13 @@ from typing import Final
 from ...base.dtypes import BY_SAFETENSORS
 from ...base.errors import MalformedError
 from ...base.findings import TWO_FORMATS, Finding
-from ...checkpoint.container import Container, FoundPickle, Manifest, StorageLocation, StoredRecord, Traits
+from ...checkpoint.container import Container, FoundPickle, Traits
 from ...checkpoint.graph_builder import Builder, PlainTensor, contiguous
-from ...files.sources import Source, Span
-from ...files.zips.reader import ends_in_directory
+from ...files.sources import Source
 from ...pickles.nodes import Graph
 from ..foreign.identification import explain
-from .header import MAX_HEADER, TensorEntry, in_file_order, is_piece, read_header
+from ..tensor_table import TableContainer, TensorEntry
+from .header import MAX_HEADER, in_file_order, is_piece, read_header
 
 #: F4 values in one torch element, which is a byte.
 _F4_VALUES: Final = 2
@@ -57,7 +57,7 @@ def load_rule(container: Container, source: Source, torch: str) -> str:
 _SWALLOWING: Final = frozenset(bytes([code]) for code in b"XTBUC\x8c\x8a\x8bVSILFP")
 
 
-class Safetensors(Container):
+class Safetensors(TableContainer):
     """A safetensors file: a dict of tensors. ``metadata`` has the texts in its header."""
 
     format = "safetensors"
@@ -66,7 +66,7 @@ class Safetensors(Container):
     holds_texts = True
 
     def __init__(self, source: Source, *, cut: bool = False) -> None:
-        self.source = source
+        self.source, self.sources = source, (source,)
         header = read_header(source, cut=cut)
         self.header_size = 8 + int.from_bytes(source.read(0, 8), "little")
         self.metadata: Mapping[str, str] = header.metadata
@@ -112,22 +112,6 @@ class Safetensors(Container):
         items = [(name, builder.tensor(tensor)) for name, tensor in self.tensors]
         return builder.graph(builder.mapping(items))
 
-    def stored(self, key: str) -> StorageLocation:
-        entry = self.entries.get(key)
-        if entry is None or entry.end > self.source.size:
-            return StorageLocation(None, 0)
-        size = entry.end - entry.begin
-        return StorageLocation(Span(self.source, entry.begin, size), size)
-
-    def records(self) -> Iterator[StoredRecord]:
-        for key, entry in self.entries.items():
-            span, size, *_ = self.stored(key)
-            if span is not None:
-                yield StoredRecord(entry.name, span, size, None, False, key)
-
-    def manifest(self, *, checked: bool = False) -> Manifest:
-        return {entry.name: (entry.dtype, entry.shape) for entry in self.entries.values()}
-
     def fitted(self, header: bytes) -> bytes:
         """Return a header that ends with as many spaces as it takes to fill the place of the old one."""
         text = header[8:].rstrip(b" ").ljust(self.header_size - 8)
@@ -157,10 +141,7 @@ class Safetensors(Container):
             yield FoundPickle("", None, problem.message, unchecked=True)
 
     def audit(self, keys: Collection[str]) -> Sequence[Finding]:
-        if not ends_in_directory(self.source):
-            return self._doubts
-        what = "it is a safetensors file and a zip archive at once: zipfile, and what uses it, takes it for the archive"
-        return [*self._doubts, Finding(TWO_FORMATS, "error", what, refused=True)]
+        return [*self._doubts, *super().audit(keys)]
 
 
 def sniff(head: bytes, source: Source) -> bool:

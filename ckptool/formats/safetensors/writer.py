@@ -38,7 +38,8 @@ from ..losses import (
     storages_within,
     whole_state_dict,
 )
-from .header import MAX_HEADER, METADATA, TensorEntry, metadata_for
+from ..tensor_table import TensorEntry
+from .header import MAX_HEADER, METADATA, metadata_for
 
 _ALIGNMENT: Final = 8
 #: The fewest bytes of tensors for which the header is padded to whole blocks.
