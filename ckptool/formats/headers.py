@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from functools import partial
 
 from ..base.errors import CkptoolError, RefusedError
 from ..base.text import human_bytes
@@ -42,20 +41,21 @@ def header_writer(
 def undo_header(path: str) -> None:
     """Undo the last edit of a header in place; raise RefusedError if the former version cannot be read."""
     with closing(open_source(path)) as source:
-        last, finish = read_journal(source)[1], None
+        last, before, after = read_journal(source), list[str](), list[str]()
         if last is not None and last.state != "other":
             try:
-                new, old = (list(read_container(last.staged(source, each)).manifest()) for each in (last.new, last.old))
+                before, after = (
+                    list(read_container(last.staged(source, each)).manifest()) for each in (last.new, last.old)
+                )
             except CkptoolError as error:
                 what = f"the former version cannot be read, so nothing is undone: {error.what}"
                 raise RefusedError(what, path=path) from error
-            finish = _index_writer(path, new, old)
-        restore_header(source, finish)
+        restore_header(source, _index_writer(path, before, after))
 
 
-def _index_writer(path: str, before: Sequence[str], after: Sequence[str]) -> Callable[[bool], object] | None:
+def _index_writer(path: str, before: Sequence[str], after: Sequence[str]) -> Callable[[bool], object]:
     """Return a function that gives the tensors of a shard their new names in the index beside it, or for False their
-    old names; None without an index."""
+    old names. It does nothing without an index."""
     gone, new = ([name for name in one if name not in other] for one, other in ((before, {*after}), (after, {*before})))
     folder, file = os.path.split(path)
     names = open_folder(folder or os.curdir).names() if gone else ()
@@ -66,9 +66,6 @@ def _index_writer(path: str, before: Sequence[str], after: Sequence[str]) -> Cal
             what = f"the edit removes tensors that {index} names"
             raise RefusedError(what, path=path, next="edit the folder, with `-o=`")
         if text is not None:
-            return partial(_write_index, source.name, former, text)
-    return None
-
-
-def _write_index(path: str, former: bytes, text: bytes, renamed: bool) -> None:
-    write_file(Plan((text if renamed else former,)), path, (), force=True)
+            pieces = {True: Plan((text,)), False: Plan((former,))}
+            return lambda renamed: write_file(pieces[renamed], source.name, (), force=True)
+    return lambda renamed: None

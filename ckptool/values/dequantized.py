@@ -10,6 +10,7 @@ torch/quantization/qtensor, torchao quantization/quant_primitives.py, optimum-qu
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import chain
 from math import prod
 from typing import Any, Final
 
@@ -379,18 +380,19 @@ def _columns(xp: Arrays, code: StoredTensor, begin: int, count: int) -> Any:
 
 def need_gguf(types: Collection[str], path: str) -> None:
     """Raise RefusedError if the gguf package is not installed, or does not dequantize one of these types."""
+    name = ""
     try:
         from gguf import GGMLQuantizationType, quants
+
+        xp = arrays(path)
+        for name in types:
+            quants.dequantize(xp.codes(bytes(BY_NAME[name].itemsize)).reshape(1, -1), GGMLQuantizationType[name])
     except ImportError:
         what = "the gguf package computes the values of quantized tensors, and it is not installed"
         raise RefusedError(what, path=path, next="pip install 'ckptool[gguf]'") from None
-    xp = arrays(path)
-    for name in types:
-        try:
-            quants.dequantize(xp.codes(bytes(BY_NAME[name].itemsize)).reshape(1, -1), GGMLQuantizationType[name])
-        except (NotImplementedError, KeyError):
-            what = f"the installed gguf package does not dequantize {name}"
-            raise RefusedError(what, path=path, next="pip install --upgrade gguf") from None
+    except (NotImplementedError, KeyError):
+        what = f"the installed gguf package does not dequantize {name}"
+        raise RefusedError(what, path=path, next="pip install --upgrade gguf") from None
 
 
 def rearranged(code: StoredTensor, heads: int) -> Iterator[bytes]:
@@ -398,21 +400,16 @@ def rearranged(code: StoredTensor, heads: int) -> Iterator[bytes]:
 
     llama.cpp's ``permute`` interleaves the two halves of a head. Without ``heads`` the order stays.
     """
-    *_, columns = 1, *code.view.shape
-    dtype = BY_NAME[code.view.dtype]
+    dtype, (*_, columns) = BY_NAME[code.view.dtype], (1, *code.view.shape)
     rows, width = code.view.numel // max(columns, 1), columns // dtype.packed * dtype.itemsize
     if heads and len(code.view.shape) == 1:  # a bias
         rows, width = columns, dtype.itemsize
     high = rows // heads if heads else 1
     for _, data in _rows(code, high * width, _BLOCKS):
         if heads:
-            starts = (at + half * width for at in range(0, len(data), high * width) for half in (0, 1))
-            ends = (at for at in range(0, len(data), high * width) for _ in (0, 1))
-            data = b"".join(
-                data[row : row + width]
-                for start, at in zip(starts, ends)
-                for row in range(start, at + high * width, 2 * width)
-            )
+            every = [data[at : at + width] for at in range(0, len(data), width)]
+            halves = (every[at + half : at + high : 2] for at in range(0, len(every), high) for half in (0, 1))
+            data = b"".join(chain.from_iterable(halves))
         yield data
 
 

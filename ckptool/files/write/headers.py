@@ -17,12 +17,24 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from itertools import islice
 from typing import Final
 
 from ...base.errors import CkptoolError, OutputError, RefusedError
 from ...base.records import NamedTuple
 from ...base.steps import argument, undo_step
-from ..sources import FILESYSTEM_BLOCK, JOURNAL, UNFINISHED, FileSource, HeaderPlan, Plan, Source, Span, open_source
+from ..sources import (
+    FILESYSTEM_BLOCK,
+    JOURNAL,
+    UNFINISHED,
+    FileSource,
+    HeaderPlan,
+    Plan,
+    Source,
+    Span,
+    merge_pieces,
+    open_source,
+)
 from ..zips.versions import EditNote, Version
 from .copying import as_output_failure
 from .in_place import StagedFile, open_locked, write_at
@@ -37,11 +49,11 @@ _MAGIC: Final = b"\0ckptool-undo\n"
 
 
 class Entry(NamedTuple):
-    """An edit in a journal. ``begin`` and ``at`` are the offsets of its line and of the old header. ``old`` and ``new``
-    are the sizes of the headers in bytes, ``crc`` is the CRC-32 of both."""
+    """An edit in a journal. ``begin`` is the offset of its line, ``end`` that of the next one. ``old`` and ``new`` are
+    the sizes of the headers in bytes, which end it; ``crc`` is the CRC-32 of both."""
 
     begin: int
-    at: int
+    end: int
     old: int
     new: int
     crc: int
@@ -49,11 +61,11 @@ class Entry(NamedTuple):
     time: int
 
 
-class LastEdit(NamedTuple):
-    """The last edit in a journal: its entry, its old and its new header. ``state`` says which one the file has: "old",
-    "new", a "part" of each, or "other" if another program wrote the file since."""
+class Journal(NamedTuple):
+    """The edits in a journal, oldest first, and both headers of the last one. ``state`` says which one the file has:
+    "old", "new", a "part" of each, or "other" if another program wrote the file since."""
 
-    entry: Entry
+    entries: list[Entry]
     old: bytes
     new: bytes
     state: str
@@ -75,65 +87,60 @@ def _entries(journal: Source) -> Iterator[Entry]:
             old, new, crc, edit, time = json.loads(line[0])
         except (ValueError, TypeError, RecursionError):
             return
-        begin, at = at, at + len(line[0]) + 1
         numbers = all(type(value) is int and value >= 0 for value in (old, new, crc, time))
-        if not numbers or type(edit) is not str or max(old, new) > _HEADER or at + old + new > journal.size:
+        if not numbers or type(edit) is not str or max(old, new) > _HEADER:
+            return
+        begin, at = at, at + len(line[0]) + 1 + old + new
+        if at > journal.size:
             return  # a killed run did not finish it, so it did not touch the file
         yield Entry(begin, at, old, new, crc, edit, time)
-        at += old + new
 
 
-def read_journal(source: Source) -> tuple[list[Entry], LastEdit | None]:
-    """Return the edits of a file whose header was edited in place, oldest first, and the last one with its headers.
-
-    Return ([], None) without a journal.
-    """
+def read_journal(source: Source) -> Journal | None:
+    """Return the journal of a file whose header was edited in place, or None without a whole entry."""
     path = journal_of(source.name)
     if not os.path.lexists(path):
-        return [], None
+        return None
     with closing(open_source(path)) as journal:
-        entries = [entry for entry, _ in zip(_entries(journal), range(_ENTRIES))]
+        entries = [*islice(_entries(journal), _ENTRIES)]
         while entries:
-            last = entries[-1]
-            both = journal.read(last.at, last.old + last.new)
-            if zlib.crc32(both) == last.crc:
-                old, new = both[: last.old], both[last.old :]
-                return entries, LastEdit(last, old, new, _state(source, old, new))
+            *_, last = entries
+            old = journal.read(last.end - last.new - last.old, last.old)
+            new = journal.read(last.end - last.new, last.new)
+            if zlib.crc32(old + new) == last.crc:
+                return Journal(entries, old, new, _state(source, old, new))
             entries.pop()
-    return [], None
+    return None
 
 
 def _state(source: Source, old: bytes, new: bytes) -> str:
     there = source.read(0, max(len(old), len(new)))
-    if there.startswith(new):
-        return "new"
-    if there.startswith(old):
-        return "old"
+    if there.startswith((new, old)):
+        return "new" if there.startswith(new) else "old"
     at = len(UNFINISHED) if there.startswith(UNFINISHED) else 0
-    pairs = zip(there[at:], old[at:], new[at:])
-    is_part = len(old) == len(new) == len(there) and all(byte in pair for byte, *pair in pairs)
+    mixed = zip(there[at:], old[at:], new[at:])
+    is_part = len(old) == len(new) == len(there) and all(byte in pair for byte, *pair in mixed)
     return "part" if is_part else "other"
 
 
 def versions_of(source: Source) -> list[Version]:
     """Return every version of a file whose header was edited in place, the newest first; [] without such an edit."""
-    entries, last = read_journal(source)
-    if last is None or last.state == "other":
+    journal = read_journal(source)
+    if journal is None or journal.state == "other":
         return []
+    *_, last = journal.entries
     # A file with its old header still has the size that it had before the last edit, which is not finished.
-    size = source.size + (last.entry.new - last.entry.old if last.state == "old" else 0)
+    size = source.size + (last.new - last.old if journal.state == "old" else 0)
     result = []
-    for entry in reversed(entries):
-        finished = entry is not last.entry or last.state == "new"
+    for entry in reversed(journal.entries):
+        finished = entry is not last or journal.state == "new"
         result.append(Version(size, EditNote(0, entry.crc, entry.edit, entry.time), finished))
         size += entry.old - entry.new
     return [*result, Version(size, None)]
 
 
 @as_output_failure()
-def replace_header(
-    plan: HeaderPlan, source: FileSource, check: Check | None = None, finish: Callable[[bool], object] | None = None
-) -> None:
+def replace_header(plan: HeaderPlan, source: FileSource, check: Check, finish: Callable[[bool], object]) -> None:
     """Give the file of ``source`` the new header of a plan; the journal beside it gets the old one.
 
     ``check`` is called first, with the file as it will be; it raises ReadBackError if the file is wrong. ``finish`` is
@@ -141,13 +148,12 @@ def replace_header(
     something cannot be written, RefusedError if another process edits the file or an edit of it was not finished,
     ChangedError if it changed since it was read. After an error the file has its old header.
     """
-    _, last = read_journal(source)
-    if last is not None and last.state == "part":
+    before, kept = read_journal(source), 0
+    if before is not None and before.state == "part":
         what = "an edit in place was not finished: a part of the header is old"
         raise RefusedError(what, path=source.name, next=undo_step(source.name))
-    kept = 0
-    if last is not None and last.state != "other":
-        kept = last.entry.begin if last.state == "old" else last.entry.at + last.entry.old + last.entry.new
+    if before is not None and before.state != "other":
+        kept = before.entries[-1].begin if before.state == "old" else before.entries[-1].end
     both = plan.old + plan.new
     line = json.dumps([len(plan.old), len(plan.new), zlib.crc32(both), plan.edit, plan.time])
     with open_locked(source) as fd, _open_journal(source, kept) as journal:
@@ -155,70 +161,64 @@ def replace_header(
             write_at(journal, kept, (b"" if kept else _MAGIC) + line.encode() + b"\n" + both)
             os.fsync(journal)
             sync_folder(os.path.dirname(journal_of(source.name)) or os.curdir)
-            if plan.fits:
-                if check is not None:
-                    with closing(StagedFile(open_source(source.name), 0, len(plan.old), plan.new)) as staged:
-                        check(staged)
-                _put(fd, plan.new)
-            else:
-                write_file(plan.whole, source.name, (), force=True, check=check)
-            if finish is not None:
-                finish(True)
+            _exchange(fd, source, plan.old, plan.new, check)
+            finish(True)
         except BaseException:
             _roll_back(fd, plan, source, finish)
             _forget(journal, source, kept)
             raise
 
 
-def _put(fd: int, header: bytes) -> None:
-    if len(header) <= FILESYSTEM_BLOCK:
-        write_at(fd, 0, header)
-    else:
+def _exchange(fd: int, source: FileSource, old: bytes, new: bytes, check: Check | None = None) -> None:
+    """Replace the old header of a file by a new one; a file whose header gets another size is written again."""
+    if len(old) != len(new):
+        rest = Span(source, len(old), source.size - len(old))
+        write_file(Plan(merge_pieces([new, rest])), source.name, (), force=True, check=check)
+        return
+    if check is not None:
+        with closing(StagedFile(open_source(source.name), 0, len(old), new)) as staged:
+            check(staged)
+    if len(new) > FILESYSTEM_BLOCK:
         write_at(fd, 0, UNFINISHED)
         os.fsync(fd)
-        write_at(fd, len(UNFINISHED), header[len(UNFINISHED) :])
+        write_at(fd, len(UNFINISHED), new[len(UNFINISHED) :])
         os.fsync(fd)
-        write_at(fd, 0, header[: len(UNFINISHED)])
+    write_at(fd, 0, new if len(new) <= FILESYSTEM_BLOCK else new[: len(UNFINISHED)])
     os.fsync(fd)
 
 
-def _roll_back(fd: int, plan: HeaderPlan, source: FileSource, finish: Callable[[bool], object] | None) -> None:
+def _roll_back(fd: int, plan: HeaderPlan, source: FileSource, finish: Callable[[bool], object]) -> None:
     try:
         if not plan.fits:
             with closing(open_source(source.name)) as now:
                 if now.read(0, len(plan.old)) != plan.old:
                     raise OutputError("the file was written again already")
         elif os.lseek(fd, 0, os.SEEK_SET) == 0 and os.read(fd, len(plan.old)) != plan.old:
-            _put(fd, plan.old)
-            if finish is not None:
-                finish(False)
+            _exchange(fd, source, plan.new, plan.old)
+            finish(False)
     except (OSError, CkptoolError) as error:
         what = f"a failed edit cannot be taken back ({error}): the header may be the new one, or a part of it"
         raise OutputError(what, path=source.name, next=undo_step(source.name)) from error
 
 
 @as_output_failure()
-def restore_header(source: FileSource, finish: Callable[[bool], object] | None = None) -> None:
+def restore_header(source: FileSource, finish: Callable[[bool], object]) -> None:
     """Undo the last edit in the journal of a file: give it the old header, and take the entry off the journal.
 
     ``finish`` is called with True once the old header is on the disk. Raises the same errors as ``replace_header``,
     RefusedError also if another program wrote the file since. A killed run leaves a file that this function restores.
     """
-    _, last = read_journal(source)
+    last = read_journal(source)
     if last is None or last.state == "other":
         what = f"its header is not the one in {os.path.basename(journal_of(source.name))}: it was written again since"
         step = f"if the edits before need no undo: rm {argument(journal_of(source.name))}"
         raise RefusedError(what, path=source.name, next=step)
-    begin, old, new = last.entry.begin, last.old, last.new
-    with open_locked(source) as fd, _open_journal(source, last.entry.at + len(old) + len(new)) as journal:
-        if last.state != "old" and len(old) == len(new):
-            _put(fd, old)
-        elif last.state != "old":
-            rest = Span(source, len(new), source.size - len(new))
-            write_file(Plan((old, rest) if rest.size else (old,)), source.name, (), force=True)
-        if finish is not None:
-            finish(True)
-        _forget(journal, source, begin)
+    entry = last.entries[-1]
+    with open_locked(source) as fd, _open_journal(source, entry.end) as journal:
+        if last.state != "old":
+            _exchange(fd, source, last.new, last.old)
+        finish(True)
+        _forget(journal, source, entry.begin)
 
 
 @contextmanager

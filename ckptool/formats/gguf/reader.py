@@ -49,12 +49,11 @@ class GGUF(TableContainer):
 
     def __init__(self, files: Sequence[tuple[Source, Header]]) -> None:
         self.files, self.sources = files, [source for source, _ in files]
-        self.source, header = files[0]
-        self.values = header.metadata
-        self.header_size = min(header.data, self.source.size) if len(files) == 1 else 0
-        self.byteorder = "big" if header.order == ">" else "little"
-        self.writer = f"a converter for llama.cpp (GGUF version {header.version})"
-        self.model = _model(header.metadata)
+        self.source, self.header = files[0]
+        self.values = self.header.metadata
+        self.header_size = min(self.header.data, self.source.size) if len(files) == 1 else 0
+        self.byteorder = "big" if self.header.order == ">" else "little"
+        self.writer = f"a converter for llama.cpp (GGUF version {self.header.version})"
         self.problems = [problem for _, each in files for problem in each.problems]
         every = [(source, entry) for source, each in files for entry in each.entries]
         self.entries = {str(number): entry for number, (_, entry) in enumerate(every)}
@@ -65,13 +64,21 @@ class GGUF(TableContainer):
         from .names import lacking  # imported late, because it reads a table
 
         if lacks := lacking(self.values, names[len(self.values) :]):
-            what = f"the header lacks what llama.cpp needs for {quoted(self.architecture)}: {join_limited(lacks)}"
+            architecture = quoted(str(self.values["general.architecture"]))
+            what = f"the header lacks what llama.cpp needs for {architecture}: {join_limited(lacks)}"
             self.problems.append(Finding("gguf-lacks", "note", what))
 
     @property
-    def architecture(self) -> str:
-        """The architecture that the metadata names, or ""."""
-        return str(self.values.get("general.architecture", ""))
+    def model(self) -> str:  # type: ignore[override]
+        """The architecture, size, context and tokenizer of the model, as far as the metadata has them."""
+        value = self.values.get
+        name, tokens = value("general.architecture"), value("tokenizer.ggml.tokens")
+        number = tokens.number if isinstance(tokens, Array) else len(tokens) if type(tokens) is list else None
+        sizes = value("general.size_label"), value(f"{name}.context_length")
+        labels = ("", "size ", "context ", "tokenizer ", "vocabulary ")
+        facts = zip(labels, (name, *sizes, value("tokenizer.ggml.model"), number))
+        known = [(label, fact) for label, fact in facts if type(fact) in (int, str)]
+        return ", ".join(label + (cut(fact, 60) if isinstance(fact, str) else f"{fact:,}") for label, fact in known)
 
     @cached_property
     def graph(self) -> Graph:  # type: ignore[override]
@@ -80,10 +87,10 @@ class GGUF(TableContainer):
     def in_full(self, key: str = "") -> GGUF:
         from copy import copy  # most commands need none
 
-        whole, order = copy(self), self.files[0][1].order
         arrays = {name: value for name, value in self.values.items() if isinstance(value, Array)}
         wanted = {name: value for name, value in arrays.items() if key in ("", ".") or name in key}
-        whole.values = {**self.values, **elements(self.source, wanted, order)}
+        whole = copy(self)
+        whole.values = {**self.values, **elements(self.source, wanted, self.header.order)}
         whole.graph = object_of(whole.values, self.entries.values())
         return whole
 
@@ -99,7 +106,7 @@ class GGUF(TableContainer):
         """Yield the texts of the metadata, also those in arrays, except tokens. Programs act on chat templates only."""
         own = {name: value for name, value in self.values.items() if not name.startswith(_TOKENS)}
         long = {name: value for name, value in own.items() if isinstance(value, Array) and value.kind == STRING}
-        listed = {**own, **elements(self.source, long, self.files[0][1].order)}
+        listed = {**own, **elements(self.source, long, self.header.order)}
         texts = {name: value for name, value in self.values.items() if isinstance(value, str)}
         for name, value in ((name, value) for name, value in listed.items() if isinstance(value, list)):
             texts |= {f"{name}[{n}]": each for n, each in enumerate(value) if isinstance(each, str)}
@@ -114,20 +121,6 @@ class GGUF(TableContainer):
                 found = names_global(source, header.data, whole=not quick)
                 if found or (found is None and not quick):
                     yield FoundPickle("", None, "it is a GGUF file, and may be a pickle at once", unchecked=True)
-
-
-def _model(values: Mapping[str, Any]) -> str:
-    """Return the architecture, size, context and tokenizer of a model, as far as the metadata has them."""
-    name, tokens = values.get("general.architecture"), values.get("tokenizer.ggml.tokens")
-    facts = (
-        ("", name),
-        ("size ", values.get("general.size_label")),
-        ("context ", values.get(f"{name}.context_length")),
-        ("tokenizer ", values.get("tokenizer.ggml.model")),
-        ("vocabulary ", tokens.number if isinstance(tokens, Array) else len(tokens) if type(tokens) is list else None),
-    )
-    known = [(label, fact) for label, fact in facts if type(fact) in (int, str)]
-    return ", ".join(label + (cut(fact, 60) if isinstance(fact, str) else f"{fact:,}") for label, fact in known)
 
 
 def object_of(values: Mapping[str, Any], tensors: Iterable[TensorEntry]) -> Graph:
@@ -177,24 +170,25 @@ def read_split(path: str) -> tuple[FolderSource, GGUF] | None:
     from ...files.folders import open_folder  # most models are one file
     from ..folders import opening
 
-    folder, count, files = open_folder(folder_of(path)), int(match[3]), list[tuple[Source, Header]]()
-    names, problems = folder.names(), list[Finding]()
+    folder, count = open_folder(folder_of(path)), int(match[3])
+    names = folder.names()
+    first, *others = (f"{match[1]}-{number:05d}-of-{match[3]}.gguf" for number in range(1, count + 1))
+    absent = [name for name in others if name not in names]
+    files = list[tuple[Source, Header]]()
     with opening(path) as stack:
-        wanted = [f"{match[1]}-{number:05d}-of-{match[3]}.gguf" for number in range(1, count + 1)]
-        absent = [name for name in wanted[1:] if name not in names]
-        if absent:
-            what = f"the model is in {count:,} files, and {join_limited(absent, most=3)} are not there"
-            problems.append(Finding(INCOMPLETE, "error", what, refused=True))
-        for name in wanted[:1] + [name for name in wanted[1:] if name in names]:
+        for name in (first, *(name for name in others if name not in absent)):
             source = folder.open(name)
             stack.callback(source.close)
             if source.read(0, len(MAGIC)) != MAGIC:
                 raise MalformedError("it is no GGUF file", path=source.name, next="get the file again")
             files.append((source, read_header(source)))
         container = GGUF(files)
-        for name, (source, header) in zip(wanted, files):
+        if absent:
+            what = f"the model is in {count:,} files, and {join_limited(absent, most=3)} are not there"
+            container.problems.append(Finding(INCOMPLETE, "error", what, refused=True))
+        for name, (source, header) in zip((first, *others), files):
             declared = header.metadata.get("split.count", count)
             if declared != count:
-                problems.append(Finding(INCOMPLETE, "error", f"{source.name}: it is one of {declared} files", name))
-        container.problems += problems
-        return FolderSource(path, [source for source, _ in files], folder=folder.path), container
+                what = f"{source.name}: it is one of {declared} files"
+                container.problems.append(Finding(INCOMPLETE, "error", what, name))
+        return FolderSource(path, container.sources, folder=folder.path), container
