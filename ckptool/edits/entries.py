@@ -123,8 +123,8 @@ def _without_texts(checkpoint: Checkpoint, globs: Sequence[str], only: Globs) ->
     if not gone:
         return checkpoint, others
     names = [f"{TEXTS}.{name}" for name in gone]
-    change = Change("drop", "", len(gone), len(texts) - len(gone), f"dropped {join_limited(names)}")
-    return checkpoint.with_texts(gone, [change]), others
+    change = Change("drop", TEXTS, len(gone), len(texts) - len(gone), f"dropped {join_limited(names)}")
+    return checkpoint.with_texts(gone, [change._replace(path="")]), others
 
 
 def is_entry(checkpoint: Checkpoint, path: str) -> bool:
@@ -325,38 +325,33 @@ def set_entry(checkpoint: Checkpoint, key: str, value: Scalar) -> Checkpoint:
     if place is None:
         raise TargetError(f"no mapping can hold {key!r}", path=checkpoint.path)
     editor, items = GraphEditor(checkpoint.graph), list(place.items)
-    new = editor.add(value)
+    new, words = editor.add(value), cut(repr(value))
     if place.number < 0:
         items.append((new_key(checkpoint, editor, key, place.key), new))
-        change = _new_value(key, value)
+        summary = f"added, {words}"
     else:
         name, old = items[place.number]
         before = checkpoint.graph.nodes[old]
         if not isinstance(before, Scalar):
             message = f"{key!r} is a {_description(checkpoint, old)}, not a scalar"
             raise RefusedError(message, path=checkpoint.path, next="drop it first if it is to go")
+        if type(before) is type(value) and repr(before) == repr(value):
+            return checkpoint.changed(checkpoint.graph, [Change("set", key, 0, 1, f"it is {words} already")])
         items[place.number] = (name, new)
-        change = _new_value(key, value, before)
+        summary = f"{cut(repr(before))} -> {words}"
     editor.refill(place.holder, items)
-    return checkpoint.changed(editor.done() if change.number else checkpoint.graph, [change])
-
-
-def _new_value(path: str, value: Scalar, *before: Scalar) -> Change:
-    """Return the change of an entry; without ``before``, it is added."""
-    words = cut(repr(value))
-    if not before:
-        return Change("set", path, 1, 0, f"added, {words}")
-    if type(before[0]) is type(value) and repr(before[0]) == repr(value):
-        return Change("set", path, 0, 1, f"it is {words} already")
-    return Change("set", path, 1, 0, f"{cut(repr(before[0]))} -> {words}")
+    return checkpoint.changed(editor.done(), [Change("set", key, 1, 0, summary)])
 
 
 def _with_text(checkpoint: Checkpoint, key: str, name: str, value: Scalar) -> Checkpoint:
     if not isinstance(value, str) or key == TEXTS:
         what = f"{key!r} holds the texts of the header" if key == TEXTS else f"{key!r} holds a text, not {value!r}"
         raise TargetError(what, path=checkpoint.path, next=f"set {TEXTS}.NAME to a text")
-    before = [checkpoint.metadata[name]] if name in checkpoint.metadata else []
-    return checkpoint.with_texts({name: value}, [_new_value(f"{TEXTS}.{name}", value, *before)])
+    old, path = checkpoint.metadata.get(name), f"{TEXTS}.{name}"
+    what = f"{cut(repr(old))} -> {cut(repr(value))}" if old is not None else f"added, {cut(repr(value))}"
+    change = Change("set", path, 1, 0, what)
+    change = change._replace(number=0, kept=1, what=f"it is {cut(repr(value))} already") if old == value else change
+    return checkpoint.with_texts({name: value}, [change])
 
 
 def set_spelled(checkpoint: Checkpoint, key: str, text: str) -> Checkpoint:

@@ -23,18 +23,7 @@ from typing import Final
 from ...base.errors import CkptoolError, OutputError, RefusedError
 from ...base.records import NamedTuple
 from ...base.steps import argument, undo_step
-from ..sources import (
-    FILESYSTEM_BLOCK,
-    JOURNAL,
-    UNFINISHED,
-    FileSource,
-    HeaderPlan,
-    Plan,
-    Source,
-    Span,
-    merge_pieces,
-    open_source,
-)
+from ..sources import FILESYSTEM_BLOCK, JOURNAL, UNFINISHED, FileSource, HeaderPlan, Plan, Source, Span, open_source
 from ..zips.versions import EditNote, Version
 from .copying import as_output_failure
 from .in_place import StagedFile, open_locked, write_at
@@ -104,7 +93,7 @@ def read_journal(source: Source) -> Journal | None:
     with closing(open_source(path)) as journal:
         entries = [*islice(_entries(journal), _ENTRIES)]
         while entries:
-            *_, last = entries
+            last = entries[-1]
             old = journal.read(last.end - last.new - last.old, last.old)
             new = journal.read(last.end - last.new, last.new)
             if zlib.crc32(old + new) == last.crc:
@@ -128,7 +117,7 @@ def versions_of(source: Source) -> list[Version]:
     journal = read_journal(source)
     if journal is None or journal.state == "other":
         return []
-    *_, last = journal.entries
+    last = journal.entries[-1]
     # A file with its old header still has the size that it had before the last edit, which is not finished.
     size = source.size + (last.new - last.old if journal.state == "old" else 0)
     result = []
@@ -173,7 +162,7 @@ def _exchange(fd: int, source: FileSource, old: bytes, new: bytes, check: Check 
     """Replace the old header of a file by a new one; a file whose header gets another size is written again."""
     if len(old) != len(new):
         rest = Span(source, len(old), source.size - len(old))
-        write_file(Plan(merge_pieces([new, rest])), source.name, (), force=True, check=check)
+        write_file(Plan((new, rest) if rest.size else (new,)), source.name, (), force=True, check=check)
         return
     if check is not None:
         with closing(StagedFile(open_source(source.name), 0, len(old), new)) as staged:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import islice
 from math import prod
-from struct import Struct, calcsize, unpack_from
+from struct import Struct, calcsize, pack, unpack, unpack_from
 from typing import Any, Final
 
 from ...base.dtypes import BY_NAME
@@ -311,13 +311,10 @@ def type_name(kind: int) -> str:
     return dict(enumerate(_TYPE_NAMES.split())).get(kind, f"type {kind}")
 
 
-_SINGLE: Final = Struct("<f")
-
-
 def shortest(value: float) -> float:
     """Return the number with the fewest digits that is the same in float32: 1e-05, not 9.999999747378752e-06."""
     for near in (float(f"{value:.{digits}g}") for digits in (6, 7, 8)):
         with suppress(OverflowError):
-            if near != near or _SINGLE.unpack(_SINGLE.pack(near))[0] == value:
+            if near != near or unpack("<f", pack("<f", near))[0] == value:
                 return near
     return value

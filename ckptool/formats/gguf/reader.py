@@ -57,7 +57,7 @@ class GGUF(TableContainer):
         self.problems = [problem for _, each in files for problem in each.problems]
         every = [(source, entry) for source, each in files for entry in each.entries]
         self.entries = {str(number): entry for number, (_, entry) in enumerate(every)}
-        self._sources = {str(number): source for number, (source, _) in enumerate(every)}
+        self._sources = [source for source, _ in every]
         names = [*self.values, *(entry.name for _, entry in every)]
         if (twice := repeated(names)) is not None:
             raise MalformedError(f"two of its entries and tensors are called {quoted(twice)}", path=self.source.name)
@@ -85,17 +85,17 @@ class GGUF(TableContainer):
         return object_of(self.values, self.entries.values())
 
     def in_full(self, key: str = "") -> GGUF:
-        from copy import copy  # most commands need none
-
         arrays = {name: value for name, value in self.values.items() if isinstance(value, Array)}
         wanted = {name: value for name, value in arrays.items() if key in ("", ".") or name in key}
-        whole = copy(self)
-        whole.values = {**self.values, **elements(self.source, wanted, self.header.order)}
-        whole.graph = object_of(whole.values, self.entries.values())
+        whole = GGUF(self.files)
+        whole.values, whole.problems = (
+            {**self.values, **elements(self.source, wanted, self.header.order)},
+            self.problems,
+        )
         return whole
 
     def source_of(self, key: str) -> Source:
-        return self._sources[key]
+        return self._sources[int(key)]
 
     def originals(self) -> Mapping[str, Sequence[Original]]:
         from .names import originals  # imported late, because it reads a table

@@ -18,6 +18,7 @@ from math import isfinite, prod
 from operator import mul
 from typing import Any, Final
 
+from ...base.dtypes import BY_SAFETENSORS
 from ...base.errors import MalformedError, RefusedError
 from ...base.lazy import regex
 from ...base.limits import LIMITS
@@ -57,14 +58,8 @@ def _no_constant(text: str) -> Any:
 
 
 #: Bits of one element. Elements of 4 and 6 bits are packed, and a tensor ends on a byte boundary.
-BITS: Final = {
-    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
-    **dict.fromkeys(("F32", "I32", "U32"), 32),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
-    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
-    "F4": 4,
-}
+BITS: Final = {name: 8 * dtype.itemsize for name, dtype in BY_SAFETENSORS.items()}
+BITS.update(F4=4, F6_E2M3=6, F6_E3M2=6)
 #: The most bytes of a header that the library reads.
 MAX_HEADER: Final = 100_000_000
 METADATA: Final = "__metadata__"
