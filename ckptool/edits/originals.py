@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from math import prod
 
 from ..base.dtypes import BY_NAME, is_block
@@ -16,7 +16,6 @@ from ..checkpoint.survey import TensorEntry
 from ..files.sources import Computed
 from ..pickles.nodes import Ref
 from ..values.dequantized import Dequantization, dequantized, rearranged
-from ..values.elements import swapped
 from ..values.torch.adapters import StoredTensor
 from .recompute import Recomputation, refuse_blocks
 
@@ -69,9 +68,5 @@ def _made(work: Recomputation, entry: TensorEntry, original: Original) -> Ref:
         how = Dequantization(original.name, "gguf", (("code", stored),), shape, ("float32",), numbers, width)
         piece = Computed(size, dequantized, (how,))
     else:
-        piece = Computed(size, _in_order, (stored, original.heads, width))
+        piece = Computed(size, rearranged, (stored, original.heads, width))
     return work.tensor(original.name, dtype, shape, piece)
-
-
-def _in_order(stored: StoredTensor, heads: int, width: int) -> Iterator[bytes]:
-    return (swapped(data, width) for data in rearranged(stored, heads))

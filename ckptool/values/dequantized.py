@@ -395,10 +395,11 @@ def need_gguf(types: Collection[str], path: str) -> None:
         raise RefusedError(what, path=path, next="pip install --upgrade gguf") from None
 
 
-def rearranged(code: StoredTensor, heads: int) -> Iterator[bytes]:
+def rearranged(code: StoredTensor, heads: int, swap: int = 1) -> Iterator[bytes]:
     """Yield the rows of a tensor some at a time, in the order in which each head has its even rows first.
 
-    llama.cpp's ``permute`` interleaves the two halves of a head. Without ``heads`` the order stays.
+    llama.cpp's ``permute`` interleaves the two halves of a head. Without ``heads`` the order stays. Numbers of ``swap``
+    bytes come out in the other byte order.
     """
     dtype, (*_, columns) = BY_NAME[code.view.dtype], (1, *code.view.shape)
     rows, width = code.view.numel // max(columns, 1), columns // dtype.packed * dtype.itemsize
@@ -410,7 +411,7 @@ def rearranged(code: StoredTensor, heads: int) -> Iterator[bytes]:
             every = [data[at : at + width] for at in range(0, len(data), width)]
             halves = (every[at + half : at + high : 2] for at in range(0, len(every), high) for half in (0, 1))
             data = b"".join(chain.from_iterable(halves))
-        yield data
+        yield swapped(data, swap)
 
 
 def _blocks(xp: Arrays, how: Dequantization) -> Iterator[Any]:
