@@ -11,6 +11,7 @@ from ..base.text import human_bytes
 from ..files.folders import open_folder
 from ..files.sources import FileSource, HeaderPlan, Plan, open_source
 from ..files.write.headers import journal_of, read_journal, replace_header, restore_header
+from ..files.write.in_place import StagedFile
 from ..files.write.output import write_file
 from ..files.write.planned import Check
 from . import read_container
@@ -43,10 +44,10 @@ def undo_header(path: str) -> None:
     with closing(open_source(path)) as source:
         last, before, after = read_journal(source), list[str](), list[str]()
         if last is not None and last.state != "other":
+            end = len(last.old if last.state == "old" else last.new)
+            files = (StagedFile(source, 0, end, header) for header in (last.new, last.old))
             try:
-                before, after = (
-                    list(read_container(last.staged(source, each)).manifest()) for each in (last.new, last.old)
-                )
+                before, after = (list(read_container(file).manifest()) for file in files)
             except CkptoolError as error:
                 what = f"the former version cannot be read, so nothing is undone: {error.what}"
                 raise RefusedError(what, path=path) from error

@@ -59,10 +59,6 @@ class Journal(NamedTuple):
     new: bytes
     state: str
 
-    def staged(self, source: FileSource, header: bytes) -> Source:
-        """Return the file as it is with another header."""
-        return StagedFile(source, 0, len(self.old if self.state == "old" else self.new), header)
-
 
 def journal_of(path: str) -> str:
     """Return the path of the journal of a file; a link has the journal of its target."""
