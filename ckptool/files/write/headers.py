@@ -38,8 +38,8 @@ _MAGIC: Final = b"\0ckptool-undo\n"
 
 
 class Entry(NamedTuple):
-    """An edit in a journal. ``begin`` is the offset of its line, ``end`` that of the next one. ``old`` and ``new`` are
-    the sizes of the headers in bytes, which end it; ``crc`` is the CRC-32 of both."""
+    """An edit in a journal: a line, the old header and the new one, from the offset ``begin`` to ``end``. ``old`` and
+    ``new`` are the sizes of the headers in bytes, ``crc`` is the CRC-32 of both."""
 
     begin: int
     end: int
