@@ -73,7 +73,10 @@ def held_findings(graph: Graph) -> list[ActivePart]:
 
 def may_be_configuration(strings: Collection[str]) -> bool:
     """Return whether ``held_findings`` may find anything in a pickle with these strings."""
-    return not acting_rules().keys().isdisjoint(strings) or any(map(_may_be_text, strings))
+    long = [text for text in strings if len(text) > _SHORT]
+    roots = {text.partition(".")[0] for text in long}
+    acting = not (acting_rules().keys().isdisjoint(strings) and roots.isdisjoint(word_lists()["acting_roots"]))
+    return acting or any(map(_MARKS.search, long))
 
 
 def _may_be_text(text: str) -> bool:
