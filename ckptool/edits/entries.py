@@ -123,8 +123,8 @@ def _without_texts(checkpoint: Checkpoint, globs: Sequence[str], only: Globs) ->
     if not gone:
         return checkpoint, others
     names = [f"{TEXTS}.{name}" for name in gone]
-    change = Change("drop", TEXTS, len(gone), len(texts) - len(gone), f"dropped {join_limited(names)}")
-    return checkpoint.with_texts(gone, [change._replace(path="")]), others
+    change = Change("drop", "", len(gone), len(texts) - len(gone), f"dropped {join_limited(names)}")
+    return checkpoint.with_texts(gone, [change]), others
 
 
 def is_entry(checkpoint: Checkpoint, path: str) -> bool:

@@ -25,7 +25,7 @@ from ...base.records import NamedTuple
 from ...base.steps import argument, undo_step
 from ..sources import FILESYSTEM_BLOCK, JOURNAL, UNFINISHED, FileSource, HeaderPlan, Plan, Source, Span, open_source
 from ..zips.versions import EditNote, Version
-from .copying import as_output_failure
+from .copying import READ_WRITE, as_output_failure
 from .in_place import StagedFile, open_locked, write_at
 from .output import sync_folder, write_file
 from .planned import Check
@@ -209,10 +209,9 @@ def restore_header(source: FileSource, finish: Callable[[bool], object]) -> None
 @contextmanager
 def _open_journal(source: FileSource, size: int) -> Iterator[int]:
     """Open the journal of a file for writing, cut to ``size`` bytes; it has the mode of the file."""
-    path = journal_of(source.name)
     # A link under this name could lead to any file.
-    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-    fd = os.open(path, flags | getattr(os, "O_BINARY", 0), os.fstat(source.fd).st_mode & 0o666)
+    flags = READ_WRITE | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+    fd = os.open(journal_of(source.name), flags, os.fstat(source.fd).st_mode & 0o666)
     try:
         os.ftruncate(fd, size)
         yield fd

@@ -29,10 +29,6 @@ from ...files.sources import Source, refuse_unfinished
 from ..tensor_table import TensorEntry, cut_error, repeated
 
 
-class _DuplicateNameError(ValueError):
-    """An object has a name twice. The name is the message."""
-
-
 def strict_json(text: str | bytes, subject: str, parse_int: Callable[[str], Any] | None = None) -> Any:
     """Return the value of a JSON text; ``parse_int`` replaces ``int``. Raises ValueError, whose message calls the text
     ``subject``, for invalid JSON (including NaN and Infinity), for too deep nesting, and for an object with a name
@@ -40,8 +36,8 @@ def strict_json(text: str | bytes, subject: str, parse_int: Callable[[str], Any]
     try:
         text = text if isinstance(text, str) else text.decode("utf-8")
         return json.loads(text, object_pairs_hook=_unique_names, parse_constant=_no_constant, parse_int=parse_int)
-    except _DuplicateNameError as error:
-        raise ValueError(f"the name {quoted(str(error))} is in {subject} twice") from None
+    except KeyError as error:
+        raise ValueError(f"the name {quoted(error.args[0])} is in {subject} twice") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{subject} is not JSON: {error}") from None
 
@@ -49,7 +45,7 @@ def strict_json(text: str | bytes, subject: str, parse_int: Callable[[str], Any]
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        raise _DuplicateNameError(repeated(name for name, _ in pairs))
+        raise KeyError(repeated(name for name, _ in pairs))
     return value
 
 
