@@ -189,8 +189,9 @@ class _Merge:
             raise RefusedError(message, path=self.path, next=plain)
         #: The steps of each weight, by its key.
         self.steps: dict[str, list[AdapterStep]] = {}
-        #: Weights that the file does not hold: for each, the key of the tensor that it starts from, or "".
-        self.sources: dict[str, str] = {}
+        #: Weights that the file does not hold: heads, which start from the embedding, and those that an adapter adds.
+        self.heads: set[str] = set()
+        self.added: set[str] = set()
         names = [name for name, tensor in self.tensors.items() if EMBEDDING.search(name) and len(tensor.shape) == 2]
         self._embedding = names[0] if len(names) == 1 else ""
         architectures = self.config.get("architectures")
@@ -205,12 +206,11 @@ class _Merge:
 
     def add(self, adapter: Adapter) -> Change:
         """Add the changes of one adapter; return what to report about it."""
-        base = {**self.tensors, **{key: self.tensors[source] for key, source in self.sources.items() if source}}
-        heads: set[str] = set()
+        base, heads = {**self.tensors}, set[str]()
         if self._headless and not adapter.of_pipeline and not any(map(HEAD.search, base)):
             modules = {name for model in adapter.modules() for name in model.parts}
             heads = {key for key in (f"{name}.weight" for name in modules) if HEAD.search(key)}
-        base |= dict.fromkeys(heads, self.tensors[self._embedding]) if heads else {}
+            base |= dict.fromkeys(heads, base[self._embedding])
         changes, unused = weight_changes(adapter, base, self.path)
         # A tied head that gets the same rows as the embedding stays tied.
         own = [step for key, step in changes if key == self._embedding]
@@ -230,9 +230,8 @@ class _Merge:
         for key, step in changes:
             old = base.get(key, step.tensors[0].view)
             if key not in self.tensors:
-                self.sources[key] = self._embedding if key in base else ""
-                if key not in base:
-                    self.tensors[key] = old
+                (self.heads if key in base else self.added).add(key)
+                self.tensors[key] = old
             dtype = old.dtype
             if old.kind not in ("dense", "quantized") or old.location == "meta" or dtype not in BY_NAME:
                 message = f"{quoted(key)} has no plain values ({old.kind}, {old.location})"
@@ -263,22 +262,22 @@ class _Merge:
 
         A weight that shares its storage gets one of its own. So does a tied head if only the embedding changes.
         """
-        if self._alone and not self.sources:
+        if self._alone and not self.heads and not self.added:
             if not _CAUSAL.search(self._architecture):
                 message = f"an adapter changes {quoted(self._embedding)}, to which {CONFIG} ties other weights"
                 raise RefusedError(message, path=self.path, next="untie them first, with transformers")
-            self.sources[_NEW_HEAD] = self._embedding
+            self.heads.add(_NEW_HEAD)
+            self.tensors[_NEW_HEAD] = self.tensors[self._embedding]
             self.steps[_NEW_HEAD] = [step for step in self.steps[self._embedding] if step.kind == "rows"]
         work = self.work
         new: dict[str, Ref] = {}
         for key, steps in self.steps.items():
-            source = self.sources.get(key, key) or key
-            if source in self.refs:
-                refuse_bits(work.checkpoint, self.refs[source], source)
-            if source in self.sources:  # the adapter adds it
-                weight = steps[0].tensors[0]._replace(name=source)
+            source = self._embedding if key in self.heads else key
+            if key in self.added:
+                weight = steps[0].tensors[0]._replace(name=key)
             else:
-                weight = StoredTensor.of(work.checkpoint, source, self.tensors[source])
+                refuse_bits(work.checkpoint, self.refs[source], source)
+                weight = StoredTensor.of(work.checkpoint, source, self.tensors[key])
             tensor, dtype = weight.view, BY_NAME[weight.view.dtype]
             if row := max((step.row for step in steps), default=0):
                 if not is_contiguous(tensor):
@@ -289,10 +288,10 @@ class _Merge:
             if key in self.refs and self._owns(tensor, {step.kind for step in steps} == {"rows"}):
                 work.replace(work.storage(tensor.storage, key), piece)
             else:
-                new[key] = work.tensor(key, dtype, self.tensors[source].shape, piece, tensor.location)
+                new[key] = work.tensor(key, dtype, self.tensors[key].shape, piece, tensor.location)
         if new:
             work.refill(self.state_dict, new)
-        untied = any(self.sources.values()) or (self._headless and any(map(HEAD.search, self.sources)))
+        untied = self.heads or (self._headless and any(map(HEAD.search, self.added)))
         config = self.config
         if untied:
             way = f"{CONFIG} says {_TIED} false now" if config else f"set {_TIED} to false in the model's {CONFIG}"
