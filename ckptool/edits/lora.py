@@ -24,7 +24,7 @@ from ..formats.planning import blaming_damage
 from ..pickles.nodes import Ref
 from ..values.numeric import ROUNDED
 from ..values.torch.adapters import AdapterStep, StoredTensor, merged_elements
-from ..values.torch.loads import need_torch
+from ..values.torch.loads import check_torch
 from .adapter_names import is_of_pipeline, modules
 from .adapter_settings import BY_PEFT, Adapter, merge_step, open_adapter, settings, taken_apart, unmerged
 from .adapters import description, weight_changes
@@ -81,7 +81,7 @@ def merge_lora(
             raise TargetError("`--config=` is for one adapter", next="put each adapter_config.json beside its adapter")
         given = None if config is None else settings(base, config)
         every = [open_adapter(each, alpha, given)._replace(weight=own) for each, own in zip(adapters, factors)]
-        need_torch("merging an adapter", base.path)
+        check_torch("merging an adapter", base.path)
         return _merged(base, every, key)
     parts = taken_apart(base, key, adapter, to_merge=keep is None)
     if parts is None:
@@ -107,7 +107,7 @@ def merge_lora(
     exact = own.config.get("peft_type") == "LORA" and not own.config.get("target_parameters")
     if not exact and any(tensor.dtype in ("float16", "bfloat16") for tensor in own.tensors.values()):
         raise own.refusal("PEFT merges an adapter of this type in 16 bits, with other roundings", BY_PEFT)
-    need_torch("merging an adapter", base.path)
+    check_torch("merging an adapter", base.path)
     return _merged(model, [own], key, notes)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptool
 from ckptool.base.errors import RefusedError, TargetError
+from ckptool.values.torch.loads import float32_product, one_thread
 
 #: Adapters made by PEFT, with its own results; see their README.
 KINDS = Path(os.environ.get("CKPTOOL_ADAPTERS", ROOT.parent / "shared" / "adapters"))
@@ -194,6 +197,16 @@ def test_peft_merges_to_the_same_bytes(name: str, tmp_path: Path) -> None:
     config = peft.IA3Config(**settings) if "IA3" in name else peft.LoraConfig(**{**lora, **settings})
     expected = _with_random_adapter(peft, make(), config, tmp_path)
     assert_same(merged(tmp_path / "base", tmp_path / "adapter", out=tmp_path / "out"), expected)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have another BLAS")
+def test_the_blas_inside_torch_gives_the_bits_of_torch() -> None:
+    blas = float32_product()
+    assert blas is not None
+    for rows, rank, columns in itertools.product((1, 2, 3, 48, 65, 320), (1, 2, 7, 16, 33, 128), (2, 5, 16, 768, 1025)):
+        b, a = torch.randn(rows, rank), torch.randn(rank, columns)
+        with one_thread(torch):
+            assert blas(b.numpy(), a.numpy()).tobytes() == (b @ a).numpy().tobytes(), (rows, rank, columns)
 
 
 # -- what changes, and what stays

@@ -7,18 +7,19 @@ the whole matrix, but not always smaller ones, so blocks have at least 64 rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import isfinite, isqrt, lcm, prod
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import RefusedError
 from ...base.records import NamedTuple
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.tensors import Tensor, extent, is_contiguous
+from ..arrays import arrays
 from ..elements import StorageReader, elements, gather, storage_reader, swapped
 from .compute import as_bytes
-from .loads import need_torch, one_thread, torch_dtype
+from .loads import float32_product, need_torch, one_thread, torch_dtype
 
 #: Elements of a weight that are computed at once, and the fewest rows of a block.
 _BLOCK: Final = 1 << 18
@@ -28,6 +29,8 @@ _CACHED: Final = 64 << 20
 #: Kinds of steps that need only the same rows of the tensor of an adapter for a block, and whose tensors these are.
 _BY_ROWS: Final = ("copy", "sum")
 _OWNER: Final = " of the adapter"
+#: The dtypes that are computed in float32.
+_WIDENED: Final = ("float32", "float16", "bfloat16")
 #: The most columns that one matrix rotates, unless a block is larger.
 _MOST_COLUMNS: Final = 4096
 
@@ -100,35 +103,83 @@ def merged_elements(
     ``width`` is the size of the numbers that are byte-swapped. The blocks do not depend on ``begin``. Raise
     RefusedError if a tensor of the adapter, or the result, holds NaN or infinity.
     """
-    torch = need_torch("merging an adapter", weight.storage.path)
-    shape, own = weight.view.shape, torch_dtype(torch, dtype.name)
-    row = prod(shape[1:]) * dtype.itemsize
-    wide = torch.float64 if dtype.name == "float64" else torch.float32
-    prepared = [_prepared(torch, step, wide, prod(shape[1:])) for step in steps]
-    rows, first, last = shape[0], 0, 0
+    shape, path = weight.view.shape, weight.storage.path
+    row, rows, first, last = prod(shape[1:]) * dtype.itemsize, shape[0], 0, 0
     # DoRA divides columns by their norms.
     at_once = any(step.kind == "product" and len(step.tensors) == 3 and step.transposed for step in steps)
     many = rows if at_once else max(_FEWEST_ROWS, _BLOCK // max(prod(shape[1:]), 1))
+    merged = _merged_without_torch(weight, steps) or _merged_by_torch(weight, dtype, steps)
     while last < rows:
         # A short rest belongs to the block before it.
         first, last = last, rows if rows - last - many < _FEWEST_ROWS else last + many
         if first * row >= begin + size or last * row <= begin:
             continue
+        data, finite = merged(first, last)
+        if not finite:
+            finite_values(need_torch("merging an adapter", path), weight.rows(first, last - first), " of the base")
+            what = f"{weight.name} would hold NaN or infinity after the merge"
+            way = "cast the base to a dtype with a larger range first, such as float32"
+            raise RefusedError(what, path=path, next=way)
+        yield swapped(data, width)[max(begin - first * row, 0) : begin + size - first * row]
+
+
+#: Returns the merged rows of a weight from the first number to the last, and whether all values in them are finite.
+_Merged: TypeAlias = Callable[[int, int], tuple[bytes, bool]]
+
+
+def _merged_by_torch(weight: StoredTensor, dtype: Dtype, steps: tuple[AdapterStep, ...]) -> _Merged:
+    torch = need_torch("merging an adapter", weight.storage.path)
+    shape, wide = weight.view.shape, torch.float64 if dtype.name == "float64" else torch.float32
+    prepared = [_prepared(torch, step, wide, prod(shape[1:])) for step in steps]
+
+    def merged(first: int, last: int) -> tuple[bytes, bool]:
         if steps and steps[0].kind == "copy":
-            values = torch.empty((last - first, *shape[1:]), dtype=own)
+            values = torch.empty((last - first, *shape[1:]), dtype=torch_dtype(torch, dtype.name))
         else:
             values = _elements(torch, weight.rows(first, last - first))
         # Several pieces are computed at the same time, in threads of their own.
         with one_thread(torch):
             for step, tensors in zip(steps, prepared):
                 _apply(torch, values, step, tensors, first)
-        if not _is_finite(torch, values):
-            finite_values(torch, weight.rows(first, last - first), " of the base")
-            what = f"{weight.name} would hold NaN or infinity after the merge"
-            way = "cast the base to a dtype with a larger range first, such as float32"
-            raise RefusedError(what, path=weight.storage.path, next=way)
-        data = swapped(as_bytes(torch, values, values.dtype), width)
-        yield data[max(begin - first * row, 0) : begin + size - first * row]
+        return as_bytes(torch, values, values.dtype), _is_finite(torch, values)
+
+    return merged
+
+
+def _merged_without_torch(weight: StoredTensor, steps: tuple[AdapterStep, ...]) -> _Merged | None:
+    """Return the merge of steps that only add products of two finite matrices; None if torch is needed."""
+    for step in steps:
+        odd = step.transposed or step.round_first or step.in_model or step.rank
+        if odd or step.kind != "product" or len(step.tensors) > 2:
+            return None
+    views = [weight.view, *(part.view for step in steps for part in step.tensors)]
+    fit = all(view.dtype in _WIDENED and is_contiguous(view) and 0 not in view.shape for view in views)
+    multiplied = float32_product() if fit and prod(weight.view.shape[1:]) > 1 else None
+    if multiplied is None:
+        return None
+    library = arrays(weight.storage.path)
+
+    def matrix(data: bytes, view: Tensor) -> Any:
+        return library.floats(data, view.dtype).reshape(-1, prod(view.shape[1:]))
+
+    pairs = [[matrix(part.values, part.view) for part in step.tensors] for step in steps]
+    if not all(library.is_finite(values) for pair in pairs for values in pair):
+        return None  # torch's part raises the error
+
+    def merged(first: int, last: int) -> tuple[bytes, bool]:
+        data, finite = weight.rows(first, last - first).values, True
+        for step, (b, a) in zip(steps, pairs):
+            values = matrix(data, weight.view)
+            begin, end = max(first, step.first_row), min(last, step.first_row + len(b))
+            if begin < end:
+                delta = multiplied(b[begin - step.first_row : end - step.first_row], a)
+                delta *= step.factor
+                values[begin - first : end - first] += delta
+            data, lost = library.stored(values, weight.view.dtype)
+            finite = finite and not lost and library.is_finite(values)
+        return data, finite
+
+    return merged
 
 
 def _apply(torch: Any, values: Any, step: AdapterStep, tensors: Any, first: int) -> None:

@@ -1,13 +1,16 @@
-"""Access to torch itself: load a checkpoint for real, and build a model."""
+"""Access to torch itself: load a checkpoint for real, build a model, and multiply by its BLAS."""
 
 from __future__ import annotations
 
 import io
 import os
+import platform
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from functools import cache
+from importlib.util import find_spec
 from operator import attrgetter
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -38,14 +41,52 @@ def need_torch(purpose: str, path: str = "") -> Any:
     """
     import warnings
 
-    try:
-        with _signals_after(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-            import torch
-    except ImportError as error:
-        hint = "pip install torch (a CPU build is enough)"
-        raise UnreadableError(f"{purpose} needs torch, which is not installed", path=path, next=hint) from error
+    check_torch(purpose, path)
+    with _signals_after(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+        import torch
     return torch
+
+
+def check_torch(purpose: str, path: str = "") -> None:
+    """Raise UnreadableError if torch is not installed, without importing it."""
+    if find_spec("torch") is None:
+        hint = "pip install torch (a CPU build is enough)"
+        raise UnreadableError(f"{purpose} needs torch, which is not installed", path=path, next=hint)
+
+
+@cache
+def float32_product() -> Callable[[Any, Any], Any] | None:
+    """Return a function that multiplies two row-major matrices of NumPy by torch's own BLAS; None if that is not found.
+
+    The library loads in a sixth of the time of ``import torch``. On an x86 CPU, torch calls ``sgemm`` for any two
+    float32 matrices (ATen/native/CPUBlas.cpp), except for one row times one column, so the bits are torch's.
+    """
+    if platform.machine() != "x86_64" or (torch := find_spec("torch")) is None or torch.origin is None:
+        return None
+    try:
+        import ctypes  # takes milliseconds to load, and some builds of Python lack it
+
+        import numpy
+
+        library = ctypes.CDLL(os.path.join(os.path.dirname(torch.origin), "lib", "libtorch_cpu.so"))
+        sgemm, use_threads = library.sgemm_, library.MKL_Set_Num_Threads_Local
+    except (ImportError, OSError, AttributeError):
+        return None
+    one, zero = (ctypes.byref(ctypes.c_float(number)) for number in (1, 0))
+
+    def product(left: Any, right: Any) -> Any:
+        result = numpy.empty((left.shape[0], right.shape[1]), numpy.float32)
+        # The matrices are column-major to BLAS, so the factors change places. Integers of 64 bits also serve a BLAS
+        # that reads 32.
+        columns, rows, inner = (ctypes.byref(ctypes.c_int64(size)) for size in (*result.shape[::-1], left.shape[1]))
+        a, b, c = (ctypes.c_void_p(matrix.ctypes.data) for matrix in (right, left, result))
+        threads = use_threads(1)  # several pieces are computed at the same time
+        sgemm(b"n", b"n", columns, rows, inner, one, a, columns, b, inner, zero, c, columns)
+        use_threads(threads)
+        return result
+
+    return product
 
 
 @contextmanager
