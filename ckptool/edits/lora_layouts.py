@@ -30,11 +30,11 @@ from ..formats.names.hf import ADAPTER_CONFIG
 from ..formats.opening import takes_path
 from ..formats.recipes.loras import Family, Place, families
 from ..pickles.nodes import Ref
-from ..values.matrices import Block, pasted
 from ..values.numeric import ROUNDED, to_numbers
 from ..values.torch.adapters import StoredTensor
 from .adapter_names import DOWN, MODELS, NORMS, PEFT_PREFIX, TABLE, UP, Modules, Parts, inside
 from .adapter_settings import ALPHAS, BY_PEFT, RANKS, Adapter, adapter_config, base_in_header, merge_step
+from .matrices import Block, pasted
 from .model_config import LOOKUP
 from .ranks import NEW_SETTINGS, STALE, peft_folder, rank_settings, stated
 from .recompute import Recomputation, named_tensors

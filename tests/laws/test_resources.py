@@ -20,20 +20,7 @@ from typing import TypeAlias
 import pytest
 from conftest import ROOT as PROJECT
 from conftest import WHOLE
-from crafted_files import (
-    ROOT,
-    TENSOR,
-    End,
-    Entry,
-    altered,
-    archive,
-    dumped,
-    entries,
-    legacy,
-    plain,
-    put,
-    with_record,
-)
+from crafted_files import ROOT, TENSOR, End, Entry, altered, archive, dumped, entries, legacy, plain, put, with_record
 
 from ckptool.files.zips.versions import EditNote, encode_note
 

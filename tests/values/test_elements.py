@@ -17,13 +17,7 @@ import ckptool
 from ckptool.base.errors import MalformedError
 from ckptool.checkpoint.tensors import is_contiguous
 from ckptool.values import elements as elements_module
-from ckptool.values.elements import (
-    elements,
-    filling,
-    in_storage_order,
-    storage_reader,
-    tensor_size,
-)
+from ckptool.values.elements import elements, filling, in_storage_order, storage_reader, tensor_size
 
 DTYPES = (torch.uint8, torch.int16, torch.float32, torch.int64, torch.complex128)
 

@@ -148,9 +148,9 @@ def _merged_by_torch(weight: StoredTensor, dtype: Dtype, steps: tuple[AdapterSte
 
 def _merged_without_torch(weight: StoredTensor, steps: tuple[AdapterStep, ...]) -> _Merged | None:
     """Return the merge of steps that only add products of two finite matrices; None if torch is needed."""
+    plain = AdapterStep("product", ())
     for step in steps:
-        odd = step.transposed or step.round_first or step.in_model or step.rank
-        if odd or step.kind != "product" or len(step.tensors) > 2:
+        if step._replace(tensors=(), factor=1.0, first_row=0, row=0) != plain or len(step.tensors) > 2:
             return None
     views = [weight.view, *(part.view for step in steps for part in step.tensors)]
     fit = all(view.dtype in _WIDENED and is_contiguous(view) and 0 not in view.shape for view in views)

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from ..base.dtypes import Dtype
 from ..base.errors import RefusedError
 from ..base.records import NamedTuple
-from .arrays import arrays
-from .elements import swapped
-from .torch.adapters import StoredTensor
+from ..values.arrays import arrays
+from ..values.elements import swapped
+from ..values.torch.adapters import StoredTensor
 
 
 class Block(NamedTuple):
