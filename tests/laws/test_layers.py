@@ -329,6 +329,7 @@ def test_nothing_that_executes_is_within_reach(modules: list[Module]) -> None:
         ("ckptool/remote/wire.py", "urllib"),  # splits addresses
         ("ckptool/remote/wire.py", "socket"),  # sends requests
         ("ckptool/remote/wire.py", "http"),  # reads answers
+        ("ckptool/values/torch/loads.py", "ctypes"),  # the BLAS of the installed torch, for products of matrices
         ("ckptool/values/torch/loads.py", "tempfile"),  # a copy of a remote file
         ("ckptool/values/torch/loads.py", "pickle"),  # the class of an error that torch.load raises
         ("ckptool/values/torch/loads.py", "importlib"),  # the model that match --model names, and says that it runs
