@@ -204,8 +204,8 @@ def _fits(adapter: Adapter, pair: tuple[str, str], weights: Mapping[str, Weight]
     a, b = (adapter.tensors[key].shape for key in pair)
     found = []
     for name, weight in weights.items():
-        *outer, rows, columns = (1, *weight.shape) if len(weight.shape) == 2 else weight.shape
-        if len(outer) == 1 and outer[0] and len(a) == len(b) == 2 and a[0] == b[1] and a[0] % outer[0] == 0:
+        experts, rows, columns = (1, *weight.shape)[-3:] if len(weight.shape) in (2, 3) else (0, 0, 0)
+        if experts and len(a) == len(b) == 2 and a[0] == b[1] and a[0] % experts == 0:
             found += [(name, "out, in")] if (rows, columns) == (b[0], a[1]) else []
             found += [(name, "in, out")] if (rows, columns) == (a[1], b[0]) and len(weight.shape) == 3 else []
     if not found:
