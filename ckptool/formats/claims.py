@@ -66,8 +66,8 @@ class _Reads:
         others: dict[int, set[tuple[int, int]]] = {}
         for plan in plans:
             for piece in plan.pieces:
-                if isinstance(piece, Computed) and piece.late:
-                    continue  # it depends on the numbers of earlier pieces, and reads nothing
+                if isinstance(piece, bytes) or (isinstance(piece, Computed) and piece.late):
+                    continue  # what is late depends on the numbers of earlier pieces, and reads nothing
                 spans = copied if repeated and isinstance(piece, Span) else others
                 for span in (piece,) if isinstance(piece, Span) else spans_read(piece):
                     for source, offset, size in origins(span):

@@ -299,11 +299,9 @@ class _Writer:
     def write_string(self, ref: Ref, text: str) -> None:
         """Write a new string in protocol 2 or 3, and memoize it."""
         raw, index = text.encode("utf-8", "surrogatepass"), self.next_index
-        self.memo[ref] = index
-        self.next_index += 1
-        self.codes[ref] = b""
-        self.out += b"X%b%b" % (_u32(len(raw)), raw)
-        self.out += _long_binput(0x72, index) if index > 0xFF else bytes((0x71, index))
+        self.memo[ref], self.codes[ref], self.next_index = index, b"", index + 1
+        put = _long_binput(0x72, index) if index > 0xFF else bytes((0x71, index))
+        self.out += b"X%b%b%b" % (_u32(len(raw)), raw, put)
 
     # -- uncommon nodes
 
