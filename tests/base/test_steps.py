@@ -9,12 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptool.base.steps import (
-    NextStep,
-    salvage_step,
-    suggested_output,
-    undo_step,
-)
+from ckptool.base.steps import NextStep, salvage_step, suggested_output, undo_step
 
 
 @pytest.mark.parametrize(

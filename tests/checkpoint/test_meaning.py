@@ -266,10 +266,7 @@ ODD = st.sampled_from(
 UNTYPED = raw(("storage", name("torch.storage", "UntypedStorage"), "0", "cpu", 16), b"Q")
 CALLS = {
     "v2": (TENSOR, "_rebuild_tensor_v2", (storage(), 0, (4,), (1,), False, ordered())),
-    "v3": (
-        *(TENSOR, "_rebuild_tensor_v3"),
-        (UNTYPED, 0, (4,), (1,), False, ordered(), name("torch", "float32")),
-    ),
+    "v3": (*(TENSOR, "_rebuild_tensor_v3"), (UNTYPED, 0, (4,), (1,), False, ordered(), name("torch", "float32"))),
     "parameter": (TENSOR, "_rebuild_parameter", (A, True, ordered())),
     "with state": (TENSOR, "_rebuild_parameter_with_state", (A, True, ordered(), {"a": 1})),
     "Parameter": ("torch.nn.parameter", "Parameter", (A, False)),

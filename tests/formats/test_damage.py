@@ -13,18 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from command_line import say
-from crafted_files import (
-    FLOATS,
-    TENSOR,
-    Code,
-    altered,
-    by_key,
-    entries,
-    legacy,
-    name,
-    put,
-    tensor,
-)
+from crafted_files import FLOATS, TENSOR, Code, altered, by_key, entries, legacy, name, put, tensor
 
 COMMANDS = ("inspect", "keys", "strip-module", "validate", "salvage")
 

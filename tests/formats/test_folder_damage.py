@@ -186,8 +186,7 @@ def test_two_files_of_dcp_exchanged(one: str, two: str, tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize(
-    ("kind", "one", "two"),
-    [(kind, *pair) for kind in ("safetensors", "bin") for pair in combinations(FILES[kind], 2)],
+    ("kind", "one", "two"), [(kind, *pair) for kind in ("safetensors", "bin") for pair in combinations(FILES[kind], 2)]
 )
 def test_two_files_of_shards_exchanged(
     kind: str, one: str, two: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -157,10 +157,7 @@ def edit(path: Path, **values: torch.Tensor | None) -> None:
     [
         (lambda folder: (folder / "consolidated.01.pth").unlink(), "consolidated.01.pth is missing"),
         (lambda folder: (folder / "consolidated.00.pth").unlink(), "consolidated.00.pth is missing"),
-        (
-            lambda folder: edit(folder / "consolidated.02.pth", norm__weight=torch.ones(WIDTH).bfloat16()),
-            "norm.weight",
-        ),
+        (lambda folder: edit(folder / "consolidated.02.pth", norm__weight=torch.ones(WIDTH).bfloat16()), "norm.weight"),
         (lambda folder: edit(folder / "consolidated.02.pth", norm__weight=torch.ones(3).bfloat16()), "norm.weight"),
         (lambda folder: edit(folder / "consolidated.02.pth", norm__weight=None), "has no 'norm.weight'"),
         (lambda folder: edit(folder / "consolidated.00.pth", norm__weight=None), "has no 'norm.weight'"),

@@ -346,14 +346,7 @@ FAMILIES: dict[str, tuple[Callable[[], State], dict[str, Layout]]] = {
     ),
     "decoder": (decoder, {"diffusers": dict, "reversed": _reversed_blocks}),
     "experts": (experts, {"each": dict, "stacked": _stacked_experts}),
-    "bert": (
-        bert,
-        {
-            "hf": dict,
-            "no prefix": lambda state: renamed(state, (r"^bert\.", "")),
-            "torch": _torch_encoder,
-        },
-    ),
+    "bert": (bert, {"hf": dict, "no prefix": lambda state: renamed(state, (r"^bert\.", "")), "torch": _torch_encoder}),
 }
 
 

@@ -74,11 +74,7 @@ LAWS = (
         "tests/formats/test_losses.py",
     ),
     Mutant(
-        "bounded",
-        "base",
-        "few_nodes: int = 250_000",
-        "few_nodes: int = 40_000_000",
-        "tests/pickles/test_machine.py",
+        "bounded", "base", "few_nodes: int = 250_000", "few_nodes: int = 40_000_000", "tests/pickles/test_machine.py"
     ),
     Mutant(
         "one way",
@@ -104,11 +100,7 @@ ROOMS = (
         "tests/values/test_elements.py",
     ),
     Mutant(
-        "files",
-        "files/write",
-        "        if found != crc:",
-        "        if False:",
-        "tests/laws/test_recorded_checksums.py",
+        "files", "files/write", "        if found != crc:", "        if False:", "tests/laws/test_recorded_checksums.py"
     ),
     Mutant(
         "pickles",

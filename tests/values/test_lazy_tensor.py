@@ -99,10 +99,7 @@ def an_index(draw: st.DrawFn) -> Any:
     number = st.integers(-5, 5)
     bound = st.one_of(st.none(), number)
     part = st.one_of(
-        number,
-        st.builds(slice, bound, bound, st.one_of(st.none(), st.integers(1, 3))),
-        st.none(),
-        st.just(...),
+        number, st.builds(slice, bound, bound, st.one_of(st.none(), st.integers(1, 3))), st.none(), st.just(...)
     )
     return draw(st.one_of(part, st.lists(part, max_size=4).filter(lambda parts: parts.count(...) < 2).map(tuple)))
 

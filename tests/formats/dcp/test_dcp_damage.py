@@ -126,17 +126,9 @@ DAMAGE: dict[str, tuple[Callable[[Any], Any], tuple[str, ...], bool]] = {
     "out of bounds": (_sized(8, 3), (f"{UP}: the piece [0:8, 0:3] lies outside of the tensor, [7, 9]",), True),
     "not stored": (_not_stored, ("does not say where the piece [0:7, 3:6] is", "does not say where 'epoch' is"), True),
     "longer": (_longer, ("overlap at byte",), False),
-    "transformed": (
-        _transformed,
-        (f"{UP} [0:7, 0:3] in __0_0.distcp went through stream.deflate/1",),
-        True,
-    ),
+    "transformed": (_transformed, (f"{UP} [0:7, 0:3] in __0_0.distcp went through stream.deflate/1",), True),
     "endless": (_endless, ("larger than any tensor",), False),
-    "in the way": (
-        lambda m: m.planner_data.update(_PLACES),
-        ("there is no room for 'epoch' where it belongs",),
-        False,
-    ),
+    "in the way": (lambda m: m.planner_data.update(_PLACES), ("there is no room for 'epoch' where it belongs",), False),
 }
 
 

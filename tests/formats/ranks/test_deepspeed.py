@@ -125,13 +125,7 @@ SHAPES = st.lists(
 
 
 @settings(max_examples=examples(60))
-@given(
-    data=st.data(),
-    shapes=SHAPES,
-    ranks=st.integers(1, 5),
-    stage=st.sampled_from([1, 2, 3]),
-    stripped=st.booleans(),
-)
+@given(data=st.data(), shapes=SHAPES, ranks=st.integers(1, 5), stage=st.sampled_from([1, 2, 3]), stripped=st.booleans())
 def test_whatever_was_cut_is_joined(
     data: st.DataObject, shapes: list[list[tuple[int, ...]]], ranks: int, stage: int, stripped: bool, tmp_path: Path
 ) -> None:
