@@ -41,18 +41,24 @@ def need_torch(purpose: str, path: str = "") -> Any:
     """
     import warnings
 
-    check_torch(purpose, path)
-    with _signals_after(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-        import torch
+    try:
+        with _signals_after(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+            import torch
+    except ImportError as error:
+        raise _no_torch(purpose, path) from error
     return torch
 
 
 def check_torch(purpose: str, path: str = "") -> None:
     """Raise UnreadableError if torch is not installed, without importing it."""
     if find_spec("torch") is None:
-        hint = "pip install torch (a CPU build is enough)"
-        raise UnreadableError(f"{purpose} needs torch, which is not installed", path=path, next=hint)
+        raise _no_torch(purpose, path)
+
+
+def _no_torch(purpose: str, path: str) -> UnreadableError:
+    hint = "pip install torch (a CPU build is enough)"
+    return UnreadableError(f"{purpose} needs torch, which is not installed", path=path, next=hint)
 
 
 @cache
