@@ -207,7 +207,7 @@ def _described(checkpoint: Checkpoint, dtype: str, everywhere: bool) -> Checkpoi
                 each |= dict.fromkeys({*_FIELDS} & each.keys(), dtype)
         if not {*_FIELDS} & fields.keys():
             fields["torch_dtype"] = dtype
-        companions[CONFIG] = (json.dumps(fields, indent=2, ensure_ascii=False) + "\n").encode()
+        companions[CONFIG] = (json.dumps(fields, indent=2) + "\n").encode()
         companions |= dict.fromkeys(OTHER_CONFIGS, b"")
     texts = {n: text for n, text in checkpoint.metadata.items() if n != "tensor_names" and '"_type"' not in text}
     return checkpoint.replace(companions=companions, texts=texts)

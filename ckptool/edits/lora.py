@@ -303,7 +303,7 @@ class _Merge:
         own, inner = {**config, _TIED: False}, config.get("text_config")
         if isinstance(inner, dict) and _TIED in inner:
             own["text_config"] = {**inner, _TIED: False}
-        text = json.dumps(own, indent=2, ensure_ascii=False) + "\n"
+        text = json.dumps(own, indent=2) + "\n"
         return edited.replace(companions={**edited.companions, CONFIG: text.encode()})
 
     def _owns(self, tensor: Tensor, together: bool) -> bool:

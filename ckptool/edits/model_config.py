@@ -110,7 +110,7 @@ def _written(checkpoint: Checkpoint, found: Sequence[Untrue], edit: str, title: 
         for step in outer:
             inner = inner[step]
         inner[name] = item.new
-    written = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    written = json.dumps(config, indent=2) + "\n"
     what = f"{title}: " + ", ".join(f"{each.field} {json.dumps(each.old)} -> {json.dumps(each.new)}" for each in found)
     change = Change(edit, "", len(found), 0, what)
     beside = {**checkpoint.companions, CONFIG: written.encode()}

@@ -127,7 +127,7 @@ def peft_folder(
     It is one file if the name of the output says so. ``texts`` go into the header. ``of_model``: the other files beside
     the input describe a model, and are left out.
     """
-    text = json.dumps(dict(settings), indent=2, ensure_ascii=False) + "\n"
+    text = json.dumps(dict(settings), indent=2) + "\n"
     beside = adapter.source.beside if of_model and isinstance(adapter.source, FolderSource) else ()
     companions = {**adapter.companions, **dict.fromkeys(map(os.path.basename, beside), b""), CONFIG: text.encode()}
     header = {"format": "pt", **texts, CONFIG: text}  # a file has no other place for the settings

@@ -412,6 +412,7 @@ def test_weights_that_do_not_fit_are_refused(weights: list[float], base: Path, t
         merged(base, adapter, adapter, out=tmp_path / "out", weights=weights)
 
 
+@pytest.mark.filterwarnings("error")  # of NumPy
 def test_an_overflow_is_refused(base: Path, tmp_path: Path) -> None:
     tensors = {key: item.half() for key, item in weights_of(base).items()}
     save_file(tensors, base / "model.safetensors")

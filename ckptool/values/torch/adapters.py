@@ -168,15 +168,16 @@ def _merged_without_torch(weight: StoredTensor, steps: tuple[AdapterStep, ...]) 
 
     def merged(first: int, last: int) -> tuple[bytes, bool]:
         data, finite = weight.rows(first, last - first).values, True
-        for step, (b, a) in zip(steps, pairs):
-            values = matrix(data, weight.view)
-            begin, end = max(first, step.first_row), min(last, step.first_row + len(b))
-            if begin < end:
-                delta = multiplied(b[begin - step.first_row : end - step.first_row], a)
-                delta *= step.factor
-                values[begin - first : end - first] += delta
-            data, lost = library.stored(values, weight.view.dtype)
-            finite = finite and not lost and library.is_finite(values)
+        with library.quiet():
+            for step, (b, a) in zip(steps, pairs):
+                values = matrix(data, weight.view)
+                begin, end = max(first, step.first_row), min(last, step.first_row + len(b))
+                if begin < end:
+                    delta = multiplied(b[begin - step.first_row : end - step.first_row], a)
+                    delta *= step.factor
+                    values[begin - first : end - first] += delta
+                data, lost = library.stored(values, weight.view.dtype)
+                finite = finite and not lost and library.is_finite(values)
         return data, finite
 
     return merged

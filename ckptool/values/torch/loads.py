@@ -52,8 +52,16 @@ def need_torch(purpose: str, path: str = "") -> Any:
 
 def check_torch(purpose: str, path: str = "") -> None:
     """Raise UnreadableError if torch is not installed, without importing it."""
-    if find_spec("torch") is None:
+    if not _torch_file():
         raise _no_torch(purpose, path)
+
+
+def _torch_file() -> str:
+    try:
+        found = find_spec("torch")
+    except ImportError:
+        found = None
+    return (found and found.origin) or ""
 
 
 def _no_torch(purpose: str, path: str) -> UnreadableError:
@@ -68,14 +76,14 @@ def float32_product() -> Callable[[Any, Any], Any] | None:
     The library loads in a sixth of the time of ``import torch``. On an x86 CPU, torch calls ``sgemm`` for any two
     float32 matrices (ATen/native/CPUBlas.cpp), except for one row times one column, so the bits are torch's.
     """
-    if platform.machine() != "x86_64" or (torch := find_spec("torch")) is None or torch.origin is None:
+    if platform.machine() != "x86_64" or not (torch := _torch_file()):
         return None
     try:
         import ctypes  # takes milliseconds to load, and some builds of Python lack it
 
         import numpy
 
-        library = ctypes.CDLL(os.path.join(os.path.dirname(torch.origin), "lib", "libtorch_cpu.so"))
+        library = ctypes.CDLL(os.path.join(os.path.dirname(torch), "lib", "libtorch_cpu.so"))
         sgemm, use_threads = library.sgemm_, library.MKL_Set_Num_Threads_Local
     except (ImportError, OSError, AttributeError):
         return None
