@@ -257,7 +257,7 @@ def remove_temporary(temporary: str, names: Sequence[str] | None = None) -> str:
         with suppress(FileNotFoundError):
             _remove(temporary, names)
     except OSError:
-        return temporary
+        return temporary if os.path.lexists(temporary) else ""
     return ""
 
 
