@@ -9,7 +9,7 @@ from operator import is_not
 from typing import Final, TypeAlias, cast
 
 from . import opcodes as op
-from .nodes import CONSTANTS, Call, Global, Graph, Node, Persistent, Ref, children, own_value, parts_of
+from .nodes import CONSTANTS, Call, Dict, Global, Graph, Node, Persistent, Ref, children, own_value, parts_of
 
 Refs: TypeAlias = tuple[Ref, ...]
 #: Compares two persistent ids. Returns the references in both that must be equal, or raises ValueError with a message
@@ -68,6 +68,9 @@ def difference(a: Graph, b: Graph, *, texts_by_value: bool = False, compare_ids:
                 return f"{_name(node)} holds {len(node)} values, then {len(twin)}"
             lefts += node
             rights += twin
+        elif type(node) is Dict and type(twin) is Dict and len(node.pairs) == len(twin.pairs):
+            lefts += node.pairs
+            rights += twin.pairs
         elif (
             type(node) is Persistent
             and type(twin) is Persistent

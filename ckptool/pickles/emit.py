@@ -58,7 +58,7 @@ def constant(value: object, form: int, dialect: int) -> bytes:
         return _int(value, form) or _int(value, op.int_opcode(value, dialect))
     if isinstance(value, float):
         raw = _f64(value)
-        if (form if form >= 0 else op.float_opcode(dialect)) != op.FLOAT:
+        if form not in (op.FLOAT, -1) or (form < 0 and dialect):
             return b"G" + raw
         return b"F%b\n" % repr(value).encode() if value == value else _NAN_LINES.get(raw, b"G" + raw)
     if value is None:

@@ -53,8 +53,6 @@ _TUPLES: Final = (b"", b"\x85", b"\x86", b"\x87")
 _NO_NODE: Final = -1
 #: The cache key of the pickle of a graph.
 _PICKLE: Final = ("pickle", -1)
-#: The memo indices of four new nodes.
-_ALL_UNSEEN: Final = (_UNSEEN,) * 4
 #: Types of nodes that the pickler does not memoize.
 _NEVER_MEMOIZED: Final = (*CONSTANTS, Persistent, Extension, Buffer)
 
@@ -90,7 +88,7 @@ class _Writer:
 
     ``keep`` are nodes to memoize whatever the style says, or None in the first attempt. ``written_first`` are the
     cycles to write before the root. ``memo`` holds the memo index of each node. ``codes`` holds the bytes to write for
-    each node from its second use on; b"" stands for a GET that was not needed yet.
+    a node from its second use on, or None as long as they were not needed.
     """
 
     def __init__(self, graph: Graph, keep: frozenset[Ref] | None, written_first: Sequence[Cycle] | None) -> None:
@@ -124,7 +122,7 @@ class _Writer:
         dialect, framed, discarded = self.dialect, style.framed, style.discarded
         # In protocols 2 and 3, which torch.save writes, frequent types need no call.
         plain, binary = dialect in (2, 3) and not framed, dialect >= 2
-        exceptions = forms.keys() | unmemoized
+        exceptions = forms.keys() | unmemoized | style.batches.keys()
         if style.header:
             out += bytes((op.PROTO, style.protocol))
         self.frame_start = len(out)
@@ -140,16 +138,28 @@ class _Writer:
                 if code:
                     out += code
                     continue
-                if code is not None:
-                    code = codes[ref] = emit.get(memo[ref], dialect)
+                index = memo[ref]
+                if index >= 0:
+                    code = codes[ref] = emit.get(index, dialect)
                     out += code
                     continue
-                if memo[ref] != _UNSEEN:
+                if index != _UNSEEN:
                     self.check_repeated(ref)
                 node = nodes[ref]
                 if type(node) is str and plain and ref not in exceptions:
-                    self.write_string(ref, node)
+                    raw = node.encode("utf-8", "surrogatepass")
+                    memo[ref] = index = self.next_index
+                    self.next_index = index + 1
+                    put = _long_binput(0x72, index) if index > 0xFF else bytes((0x71, index))
+                    out += b"X%b%b%b" % (_u32(len(raw)), raw, put)
                     continue
+                if type(node) is Dict and len(node.pairs) == 2 and plain:
+                    key, value = codes[node.pairs[0]], codes[node.pairs[1]]
+                    if key and value and ref not in exceptions:  # such as the version of a module
+                        out += b"}"
+                        self.memoize(ref)
+                        out += key + value + b"s"
+                        continue
                 inner: Iterator[Ref] | None
                 if type(node) is tuple and node:
                     memo[ref] = _OPEN
@@ -196,7 +206,6 @@ class _Writer:
                     continue
                 memo[ref] = index = self.next_index
                 self.next_index += 1
-                codes[ref] = b""
                 out += _long_binput(0x72, index) if index > 0xFF else bytes((0x71, index))
         out += b"."
         if framed:
@@ -256,27 +265,29 @@ class _Writer:
         word, cls, name, place, numel = pid
         key, device = nodes[name], nodes[place]
         # If the storage, its id or the arguments were written before, so were their parts.
-        seen = memo[name], memo[shape], memo[stride], memo[hooks]
-        if type(key) is not str or seen != _ALL_UNSEEN or shape == stride or filled or saved.text or hook.op != 0x52:
+        unseen = memo[name] == memo[shape] == memo[stride] == memo[hooks] == _UNSEEN
+        if type(key) is not str or not unseen or shape == stride or filled or saved.text or hook.op != 0x52:
             return False
         known = codes[place]
-        if not known and (known is not None or memo[place] != _UNSEEN or type(device) is not str or place == name):
+        if not known and (memo[place] != _UNSEEN or type(device) is not str or place == name):
             return False
         parts = call.func, word, cls, numel, begin, flag, hook.func, hook.args
         template = self.templates.get((parts, sizes, steps)) or self.template(parts, sizes, steps)
         if template is None:
             return False
-        self.out += template.head
-        self.write_string(name, key)
+        raw, i = key.encode("utf-8", "surrogatepass"), self.next_index
+        self.out += b"%bX%b%b%b" % (template.head, _u32(len(raw)), raw, _long_binput(0x72, i))
+        memo[name], self.next_index = i, i + 1
         if known:
             self.out += known
         elif type(device) is str:
-            self.write_string(place, device)
+            raw = device.encode("utf-8", "surrogatepass")
+            self.out += b"X%b%b%b" % (_u32(len(raw)), raw, _long_binput(0x72, i + 1))
+            memo[place], self.next_index = i + 1, i + 2
         i, (a, b, c, d, e, f) = self.next_index, template.texts
         self.out += template.pack(a, i, b, i + 1, c, i + 2, d, i + 3, e, i + 4, f, i + 5)
         for index, item in enumerate((saved.pid, shape, stride, hooks, call.args, ref), i):
             memo[item] = index
-            codes[item] = b""
         memo[storage], self.next_index = _UNMEMOIZED, i + 6
         return True
 
@@ -295,13 +306,6 @@ class _Writer:
         pack = Struct("<" + "".join([f"{len(text)}sI" for text in texts])).pack
         template = self.templates[parts, sizes, steps] = _Template(func + b"((" + word + cls, texts, pack)
         return template
-
-    def write_string(self, ref: Ref, text: str) -> None:
-        """Write a new string in protocol 2 or 3, and memoize it."""
-        raw, index = text.encode("utf-8", "surrogatepass"), self.next_index
-        self.memo[ref], self.codes[ref], self.next_index = index, b"", index + 1
-        put = _long_binput(0x72, index) if index > 0xFF else bytes((0x71, index))
-        self.out += b"X%b%b%b" % (_u32(len(raw)), raw, put)
 
     # -- uncommon nodes
 
@@ -436,7 +440,6 @@ class _Writer:
         """Give the node on top of the stack the next memo index."""
         self.memo[ref] = index = self.next_index
         self.next_index += 1
-        self.codes[ref] = b""
         self.out += emit.put(index, self.dialect)
 
     def fill(self, ref: Ref, node: Node, memoize: bool = False) -> Iterator[Ref]:

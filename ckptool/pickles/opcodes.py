@@ -60,11 +60,6 @@ def bytes_opcode(size: int) -> int:
     return SHORT_BINBYTES if size < 0x100 else BINBYTES if size <= 0xFFFFFFFF else BINBYTES8
 
 
-def float_opcode(protocol: int) -> int:
-    """Return the opcode for a float."""
-    return BINFLOAT if protocol else FLOAT
-
-
 def extension_opcode(code: int) -> int:
     """Return the opcode for a code of the extension registry."""
     return EXT1 if code < 0x100 else EXT2 if code < 0x10000 else EXT4

@@ -38,7 +38,7 @@ def _sized(machine: Machine, code: int) -> bytes:
 
 def _binary_float(machine: Machine, code: int) -> None:
     raw = machine.take(8)
-    _number(machine, code, raw, _f64(raw)[0], op.float_opcode(machine.dialect))
+    _number(machine, code, raw, _f64(raw)[0], op.BINFLOAT if machine.dialect else op.FLOAT)
 
 
 def _binary_long(machine: Machine, code: int) -> None:
@@ -56,7 +56,7 @@ def _text_number(machine: Machine, code: int) -> None:
             value = float(raw)
             if isinf(value) and b"n" not in raw.lower():
                 machine.fail("a number that is too large")  # like the C unpickler; the Python one accepts it
-            _number(machine, code, raw, value, op.float_opcode(machine.dialect))
+            _number(machine, code, raw, value, op.BINFLOAT if machine.dialect else op.FLOAT)
         elif code == op.INT and raw in (b"00", b"01"):
             _number(machine, code, raw, raw == b"01", op.INT if machine.dialect < 2 else op.NEWTRUE)
         else:
