@@ -67,7 +67,7 @@ class _Reads:
         for plan in plans:
             for piece in plan.pieces:
                 if isinstance(piece, bytes) or (isinstance(piece, Computed) and piece.late):
-                    continue  # what is late depends on the numbers of earlier pieces, and reads nothing
+                    continue  # a late piece depends on the numbers of earlier pieces, and reads nothing
                 spans = copied if repeated and isinstance(piece, Span) else others
                 for span in (piece,) if isinstance(piece, Span) else spans_read(piece):
                     for source, offset, size in origins(span):

@@ -61,7 +61,11 @@ class TableContainer(Container):
 def repeated(names: Iterable[str]) -> str | None:
     """Return the first name that occurs again, or None."""
     seen = set[str]()
-    return next((name for name in names if name in seen or seen.add(name)), None)  # type: ignore[func-returns-value]
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
 
 
 def cut_error(

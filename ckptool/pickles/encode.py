@@ -246,7 +246,7 @@ class _Writer:
             raise ValueError("an object depends on itself, and nothing between can be filled later")
 
     def write_tensor(self, ref: Ref, call: Call) -> bool:
-        """Write a tensor in one step if it is written as most tensors of ``torch.save``; else return False.
+        """Write a tensor in one step if it has the form that ``torch.save`` gives most tensors; else return False.
 
         Its storage's key, its tuples and its hooks are new; all other parts were written before. Tensors with the same
         other parts have the same bytes, except the key and the memo indices.
