@@ -7,11 +7,10 @@ are filled before the call, as every pickler does.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from struct import Struct
-from typing import Final, cast
+from typing import Final, TypeAlias, cast
 
 from ..base.records import NamedTuple
 from . import emit
@@ -37,6 +36,7 @@ from .nodes import (
     dependencies,
 )
 
+_Refs: TypeAlias = tuple[Ref, ...]
 _u32 = Struct("<I").pack
 _long_binput = Struct("<BI").pack
 
@@ -45,8 +45,6 @@ _FRAME_TARGET: Final = 64 * 1024
 
 #: Values in place of a memo index: the node was not reached yet, is being written, or was written but not memoized.
 _UNSEEN, _OPEN, _UNMEMOIZED = -1, -2, -3
-#: Made only once: making an array is an event for an audit hook, repeating one is not.
-_NOTHING_SEEN: Final = array("i", (_UNSEEN,))
 #: The opcodes of tuples by length.
 _TUPLES: Final = (b"", b"\x85", b"\x86", b"\x87")
 #: A value in place of a node to construct: these references fill a node that exists already.
@@ -76,11 +74,14 @@ class Cycle(NamedTuple):
 
 
 class _Template(NamedTuple):
-    """The bytes of a tensor: ``head`` is before the storage's key; ``pack`` joins ``texts`` with the memo indices."""
+    """The bytes of a tensor: ``head`` before its storage's key; ``size`` bytes after the key, which are
+    ``base + index * step`` as a little-endian number if ``index`` is the memo index of the key.
+    """
 
     head: bytes
-    texts: tuple[bytes, ...]
-    pack: Callable[..., bytes]
+    base: int
+    step: int
+    size: int
 
 
 class _Writer:
@@ -102,8 +103,8 @@ class _Writer:
         self.memoized = graph.style.memoized | (keep or frozenset())
         self.out = bytearray()
         self.codes: list[bytes | None] = [None] * len(graph.nodes)
-        self.templates: dict[tuple[tuple[Ref, ...], ...], _Template] = {}
-        self.memo = _NOTHING_SEEN * len(graph.nodes)
+        self.templates: dict[tuple[_Refs, _Refs, _Refs, Ref | str], _Template] = {}
+        self.memo = [_UNSEEN] * len(graph.nodes)
         # MEMOIZE always counts from 0.
         self.next_index = graph.style.memo_base if self.dialect < 4 else 0
         # How many nodes may still be written twice: see ``check_repeated``.
@@ -251,9 +252,9 @@ class _Writer:
         Its storage's key, its tuples and its hooks are new; all other parts were written before. Tensors with the same
         other parts have the same bytes, except the key and the memo indices.
         """
-        nodes, codes, memo = self.nodes, self.codes, self.memo
+        nodes, codes, memo, index = self.nodes, self.codes, self.memo, self.next_index
         args = nodes[call.args]
-        if type(args) is not tuple or len(args) != 6 or self.next_index <= 0xFF:
+        if type(args) is not tuple or len(args) != 6 or index <= 0xFF:
             return False
         storage, begin, shape, stride, flag, hooks = args
         saved, hook, sizes, steps = nodes[storage], nodes[hooks], nodes[shape], nodes[stride]
@@ -268,31 +269,30 @@ class _Writer:
         unseen = memo[name] == memo[shape] == memo[stride] == memo[hooks] == _UNSEEN
         if type(key) is not str or not unseen or shape == stride or filled or saved.text or hook.op != 0x52:
             return False
-        known = codes[place]
-        if not known and (memo[place] != _UNSEEN or type(device) is not str or place == name):
-            return False
+        where: Ref | str = place
+        if not codes[place]:
+            if memo[place] != _UNSEEN or type(device) is not str or place == name:
+                return False
+            where = device
         parts = call.func, word, cls, numel, begin, flag, hook.func, hook.args
-        template = self.templates.get((parts, sizes, steps)) or self.template(parts, sizes, steps)
+        template = self.templates.get((parts, sizes, steps, where)) or self.template(parts, sizes, steps, where)
         if template is None:
             return False
-        raw, i = key.encode("utf-8", "surrogatepass"), self.next_index
-        self.out += b"%bX%b%b%b" % (template.head, _u32(len(raw)), raw, _long_binput(0x72, i))
-        memo[name], self.next_index = i, i + 1
-        if known:
-            self.out += known
-        elif type(device) is str:
-            raw = device.encode("utf-8", "surrogatepass")
-            self.out += b"X%b%b%b" % (_u32(len(raw)), raw, _long_binput(0x72, i + 1))
-            memo[place], self.next_index = i + 1, i + 2
-        i, (a, b, c, d, e, f) = self.next_index, template.texts
-        self.out += template.pack(a, i, b, i + 1, c, i + 2, d, i + 3, e, i + 4, f, i + 5)
-        for index, item in enumerate((saved.pid, shape, stride, hooks, call.args, ref), i):
-            memo[item] = index
-        memo[storage], self.next_index = _UNMEMOIZED, i + 6
+        raw = key.encode("utf-8", "surrogatepass")
+        after = (template.base + index * template.step).to_bytes(template.size, "little")
+        self.out += b"%bX%b%b%b" % (template.head, _u32(len(raw)), raw, after)
+        memo[name], memo[storage] = index, _UNMEMOIZED
+        if where is device:
+            index += 1
+            memo[place] = index
+        memo[saved.pid], memo[shape], memo[stride] = index + 1, index + 2, index + 3
+        memo[hooks], memo[call.args], memo[ref] = index + 4, index + 5, index + 6
+        self.next_index = index + 7
         return True
 
-    def template(self, parts: tuple[Ref, ...], sizes: tuple[Ref, ...], steps: tuple[Ref, ...]) -> _Template | None:
-        """Return the bytes of tensors with these parts, or None if one of them was not written before."""
+    def template(self, parts: _Refs, sizes: _Refs, steps: _Refs, where: Ref | str) -> _Template | None:
+        """Return the bytes of tensors with these parts, or None if one of them was not written before. ``where`` is
+        their device: a string that was written before, or the text of a new one."""
         written = [code for code in map(self.codes.__getitem__, (*parts, *sizes, *steps)) if code]
         if len(written) < len(parts) + len(sizes) + len(steps) or not sizes or not steps:
             return None
@@ -301,10 +301,20 @@ class _Writer:
             b"".join((*items, _TUPLES[len(items)]) if len(items) < 4 else (b"(", *items, b"t"))
             for items in (numbers[: len(sizes)], numbers[len(sizes) :])
         )
-        ends = numel + b"t", b"Q" + begin + shape, stride, flag + maker + nothing + b"R", b"t", b"R"
-        texts = tuple([text + b"r" for text in ends])
-        pack = Struct("<" + "".join([f"{len(text)}sI" for text in texts])).pack
-        template = self.templates[parts, sizes, steps] = _Template(func + b"((" + word + cls, texts, pack)
+        # Each of these precedes the memo index of the object that it ends.
+        ends = [b"", numel + b"t", b"Q" + begin + shape, stride, flag + maker + nothing + b"R", b"t", b"R"]
+        if isinstance(where, str):
+            raw = where.encode("utf-8", "surrogatepass")
+            ends.insert(1, b"X%b%b" % (_u32(len(raw)), raw))
+        else:
+            ends[1] = (self.codes[where] or b"") + ends[1]
+        tail, step = b"", 0
+        for number, end in enumerate(ends):
+            tail += end + b"r"
+            step += 1 << 8 * len(tail)
+            tail += _u32(number)
+        template = _Template(func + b"((" + word + cls, int.from_bytes(tail, "little"), step, len(tail))
+        self.templates[parts, sizes, steps, where] = template
         return template
 
     # -- uncommon nodes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from binascii import a2b_base64, a2b_hex
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
+from string import ascii_letters, digits, hexdigits
 from typing import Final
 
 from ...base.lazy import regex
@@ -20,8 +21,9 @@ ZIP: Final = b"PK\x03\x04"
 
 #: The most levels of hex and base64 that are decoded to see whether a value is searched.
 _MAX_LEVELS: Final = 4
-#: Any other string holds no pickle: it has neither control characters nor a word that may be hex or base64.
-_SUSPECT: Final = regex(r"[^\x20-\x7e]|(?<![0-9A-Za-z+/_-])(?:[0-9A-Za-z+/_-]{16}|(?:[0-9a-fA-F]{2} ){11})")
+#: Tables for ``bytes.translate``: an ``h`` may be hex, a ``w`` may be base64.
+_HEX_DIGITS: Final = bytes(ord("h" if chr(code) in hexdigits else chr(code)) for code in range(256))
+_WORDS: Final = bytes(ord("w" if chr(code) in ascii_letters + digits + "+/_-" else " ") for code in range(256))
 #: Hex, possibly in words, and a word in base64 of either alphabet, with the lines that continue it. No shorter one
 #: holds a call.
 _HEX: Final = regex(rb"(?:[0-9a-fA-F]{2}[ \t\r\n]{0,2}){12}[0-9a-fA-F \t\r\n]*")
@@ -39,9 +41,17 @@ def values(graph: Graph) -> Iterator[bytes]:
 def suspects(texts: Collection[str], binary: Iterable[bytes]) -> Iterator[bytes]:
     """Yield the bytes objects and texts that may hold a pickle, as bytes."""
     yield from filter(may_hold_pickle, binary)
-    if _SUSPECT.search(" ".join(texts)):
-        suspected = (text.encode("latin-1", "replace") for text in texts if _SUSPECT.search(text))
+    if _is_suspect(".".join(texts)):
+        suspected = (text.encode("latin-1", "replace") for text in filter(_is_suspect, texts))
         yield from filter(may_hold_pickle, suspected)
+
+
+def _is_suspect(text: str) -> bool:
+    """Return whether a text may hold a pickle: it has control characters, or words that may be hex or base64."""
+    if not (text.isascii() and text.isprintable()):
+        return True
+    data = text.encode()
+    return b"w" * 16 in data.translate(_WORDS) or b"hh " * 11 in data.translate(_HEX_DIGITS)
 
 
 def may_hold_pickle(data: bytes, level: int = 0) -> bool:

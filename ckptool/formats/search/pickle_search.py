@@ -320,7 +320,7 @@ def zip_pickles(
     """Yield every pickle of an archive except the record ``main``. ``hidden`` are the offsets of unlisted local
     headers; ``former`` are records of versions before in-place edits. ``storages`` are the record names of tensors, by
     default everything in the folder ``data``. ``records`` limits the search, by default to all records."""
-    others = [record for record in records or archive.records if record is not main]
+    others = [record for record in (archive.records if records is None else records) if record is not main]
     return limited(archive.source.size, lambda search: _in_zip(archive, others, search, hidden, former, storages))
 
 

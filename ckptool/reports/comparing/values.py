@@ -16,6 +16,7 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.tensors import Tensor, view_id
 from ...files.downloads import expect_reads
 from ...files.threads import READ_SIZE, from_threads, read_blocks, run_in_threads
+from ...files.zips.reader import nearby
 from ...pickles.nodes import Ref
 from ...values.elements import BitDifference, elements, read_for, reblocked, storage_reader, stored_span, tensor_size
 from ...values.interpretation import Reading, interpret, lazy_bits, resolved_bytes
@@ -171,6 +172,14 @@ class _Pair(NamedTuple):
         return all(dtype in TORCH_NAMES and not dtype.startswith(_NO_NUMBERS) for dtype in dtypes)
 
 
+class _Buffers(threading.local):
+    """What a thread reads into: a block, and windows for short tensors in each of the two files."""
+
+    def __init__(self) -> None:
+        self.block = bytearray(READ_SIZE)
+        self.left, self.right = nearby(), nearby()
+
+
 @dataclass
 class ValueComparison:
     """The values of pairs of tensors. Each pair of stored tensors is compared once, however often it occurs.
@@ -202,8 +211,7 @@ class ValueComparison:
     wanted: list[int] = field(default_factory=list)
     #: The distance of each measured pair, or why it is unknown.
     measured: dict[int, Compared | str] = field(default_factory=dict)
-    #: The block that a thread reads into.
-    buffers: threading.local = field(default_factory=threading.local)
+    buffers: _Buffers = field(default_factory=_Buffers)
 
     def add(self, pair: TensorPair) -> None:
         jobs: list[tuple[str, int]] = []
@@ -305,8 +313,9 @@ class ValueComparison:
             return
         if one[1:] == other[1:] and one.source.identity == file.identity:
             return
-        if not hasattr(self.buffers, "block"):
-            self.buffers.block = bytearray(READ_SIZE)
+        if one.size < READ_SIZE:
+            yield self.buffers.left(one.source).read(*one[1:]), self.buffers.right(file).read(*other[1:])
+            return
         at = other.offset
         for ours in read_blocks(one):
             theirs = self.buffers.block if len(ours) == READ_SIZE else bytearray(len(ours))

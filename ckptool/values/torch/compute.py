@@ -47,8 +47,8 @@ def cast_elements(data: bytes, dtype: str, target: str) -> tuple[bytes, int]:
 #: torch's vectorised code (ATen/cpu/vec, ``cvtfp32_bf16``), which handles every contiguous tensor on an x86 CPU.
 #: Torch's scalar code gives 0x7fc0 (c10/util/BFloat16.h, ``round_to_nearest_even``).
 _ROUNDS_TO_INFINITY, _INFINITY, _NAN = 0x7F7F8000, 0x7F800000, 0xFFFF
-#: The number whose bits are ``_ROUNDS_TO_INFINITY``, and the number of elements that are rounded at once.
-_LARGEST, _BLOCK = 1.99609375 * 2.0**127, 1 << 16
+#: The number of elements that are rounded at once.
+_BLOCK = 1 << 16
 
 
 def numpy_module() -> Any:
@@ -79,10 +79,9 @@ def _round_to_bfloat16(numpy: Any, data: bytes) -> tuple[bytes, int]:
         rounded >>= 16
         target = result[begin : begin + _BLOCK]
         target[:] = rounded
-        # The extremes reveal NaN and infinity.
-        values = block.view("<f4")
-        if not -_LARGEST < values.min() <= values.max() < _LARGEST:
-            magnitude = block & 0x7FFFFFFF
+        # The largest reveals NaN and infinity.
+        magnitude = numpy.bitwise_and(block, 0x7FFFFFFF, out=rounded)
+        if numpy.maximum.reduce(magnitude) >= _ROUNDS_TO_INFINITY:
             target[magnitude > _INFINITY] = _NAN
             overflows += int(((magnitude >= _ROUNDS_TO_INFINITY) & (magnitude < _INFINITY)).sum())
     return bytes(result.tobytes()), overflows

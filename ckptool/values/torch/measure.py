@@ -147,7 +147,7 @@ def _plain(torch: Any, raw: Any, dtype: str, name: str) -> tuple[Any, int]:
         raw = raw != 0
     if dtype == "float16":
         raw = raw.float()
-    return SCRATCH.take(torch, name, len(raw), torch.float64).copy_(raw), 0
+    return SCRATCH.take(torch, name, raw.numel(), torch.float64).copy_(raw), 0
 
 
 def _dequantized(torch: Any, numbers: Any, rule: ElementRule, at: int) -> Any:
@@ -231,7 +231,7 @@ def blocks(torch: Any, pieces: Iterable[bytes] | Filling, rule: ElementRule, nam
         if rule.scales:
             numbers = _dequantized(torch, numbers, rule, at)
         yield Block(-numbers, -bias, raw) if rule.negated else Block(numbers, bias, raw)
-        at += len(numbers)
+        at += numbers.numel()
 
 
 def measure(
@@ -254,7 +254,8 @@ def measure(
 
 
 class Gauge:
-    """Accumulates the statistics of the blocks of a tensor. The only block of a small one is ``kept``."""
+    """Accumulates the statistics of the blocks of a tensor. The only block of a small one is ``kept`` until its memory
+    takes another."""
 
     def __init__(self, torch: Any, rule: ElementRule, bins: int) -> None:
         self.torch = torch
@@ -271,18 +272,19 @@ class Gauge:
         """Add a block."""
         torch, bias, numbers = self.torch, block.bias, modulus(self.torch, block.numbers)
         finite, low, high = _finite(torch, numbers)
-        nans = int(torch.isnan(numbers).sum()) if len(finite) < len(numbers) else 0
-        self.nans, self.infs = self.nans + nans, self.infs + len(numbers) - len(finite) - nans
+        count, rest = finite.numel(), numbers.numel() - finite.numel()  # ``len`` is a function in Python
+        nans = int(torch.isnan(numbers).sum()) if rest else 0
+        self.nans, self.infs = self.nans + nans, self.infs + rest - nans
         self.blocks, self.bias = self.blocks + 1, bias
-        self.kept = finite.clone() if self.blocks == 1 else None
-        if len(finite):
-            self.zeros += len(finite) - int(torch.count_nonzero(finite != -bias if bias else finite))
+        self.kept = finite if self.blocks == 1 else None
+        if count:
+            self.zeros += count - int(torch.count_nonzero(finite != -bias if bias else finite))
             low, high = low + bias, high + bias
             self.low, self.high = min(self.low, low), max(self.high, high)
             self.moments = self.moments.plus(self._moments(finite, bias, low, high))
 
     def _moments(self, finite: Any, bias: int, low: Any, high: Any) -> Moments:
-        torch, count = self.torch, len(finite)
+        torch, count = self.torch, finite.numel()
         bound = float(low)
         if low == high:
             return Moments(count, bound, bound * bound * count)
@@ -295,7 +297,7 @@ class Gauge:
             finite = _above(finite, low - bias, high - low)
             middle, square = float(finite.mean()), math.inf
         else:
-            mean = middle = float(finite.mean())
+            mean = middle = float(finite.sum()) / count
             squares = square = float(torch.dot(finite, finite))
         if middle * middle * count <= square * _CLOSE < math.inf:
             return Moments(count, mean, squares, square - middle * middle * count)
@@ -317,12 +319,13 @@ class Gauge:
             if self.kept is not None:
                 found = _histogram(torch, self.kept, self.bias, low, high, self.bins)
             else:
-                found = torch.zeros(self.bins, dtype=torch.int64)
+                found = torch.zeros(self.bins + 1, dtype=torch.int64)
                 for numbers, bias, _ in blocks(torch, read(), self.rule):
                     real = modulus(torch, numbers)
                     finite = _finite(torch, real)[0] if self.nans or self.infs else real
                     found += _histogram(torch, finite, bias, low, high, self.bins)
-            counts = tuple(found.tolist())
+            *inner, last, highest = found.tolist()
+            counts = (*inner, last + highest)
         mean, squares, apart = self.moments[1:] if in_range else (None, None, None)
         norm = None if squares is None else math.sqrt(squares)
         std = None if apart is None or count < 2 else math.sqrt(apart / (count - 1))
@@ -330,12 +333,12 @@ class Gauge:
 
 
 def _finite(torch: Any, numbers: Any) -> tuple[Any, Any, Any]:
-    """Return the finite numbers, the smallest and the largest; ``aminmax`` takes longer for large blocks."""
-    low, high = numbers.amin().item(), numbers.amax().item()
+    """Return the finite numbers, the smallest and the largest."""
+    low, high = (end.item() for end in numbers.aminmax())
     if math.isfinite(low) and math.isfinite(high):
         return numbers, low, high
     finite = numbers[torch.isfinite(numbers)]
-    return (finite, finite.amin().item(), finite.amax().item()) if len(finite) else (finite, math.inf, -math.inf)
+    return (finite, *(end.item() for end in finite.aminmax())) if finite.numel() else (finite, math.inf, -math.inf)
 
 
 def _above(numbers: Any, low: int, width: int) -> Any:
@@ -344,14 +347,13 @@ def _above(numbers: Any, low: int, width: int) -> Any:
 
 
 def _histogram(torch: Any, numbers: Any, bias: int, low: Any, high: Any, bins: int) -> Any:
-    """Return the number of finite numbers in equal bins from ``low`` to ``high``."""
+    """Return the number of finite numbers in equal bins from ``low`` to ``high``, and last how many are ``high``."""
     if numbers.dtype == torch.int64:
         places, width = _above(numbers, low - bias, high - low), float(high - low)
     else:
-        scratch = SCRATCH.take(torch, "distances", len(numbers), torch.float64)
+        scratch = SCRATCH.take(torch, "distances", numbers.numel(), torch.float64)
         places, width = torch.sub(numbers, float(low), out=scratch), float(high) - float(low)
-    places = places.mul_(bins / width).to(torch.uint8).clamp_(max=bins - 1)
-    return torch.bincount(places, minlength=bins)
+    return torch.bincount(places.mul_(bins / width).to(torch.uint8), minlength=bins + 1)
 
 
 def _edges(low: float, high: float, bins: int) -> tuple[float, ...]:
