@@ -46,6 +46,12 @@ def test_a_large_file_is_read_in_large_ranges(command: str, name: str, files: di
     assert server.round_trips <= 20 * count
 
 
+@pytest.mark.parametrize("command", ["keys", "inspect"])
+def test_the_metadata_is_read_without_a_tensor(command: str, files: dict[str, bytes], server: Server) -> None:
+    assert say(command, "s3://bucket/a.pth").code == 0
+    assert server.down <= 2 * source.ENDS and server.count() <= 4
+
+
 @pytest.mark.parametrize("command", ["validate", "hash", "stats"])
 def test_small_tensors_of_a_file_larger_than_memory(
     command: str, server: Server, monkeypatch: pytest.MonkeyPatch
