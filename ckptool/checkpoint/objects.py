@@ -22,7 +22,7 @@ _NEW: Final = (op.NEWOBJ, op.NEWOBJ_EX)
 #: Types of keys that are equal only to the same string or number.
 _DISTINCT: Final = frozenset((str, int))
 #: The types of constants.
-_PLAIN: Final = frozenset((str, int, bool, float, bytes, type(None)))
+PLAIN: Final = frozenset((str, int, bool, float, bytes, type(None)))
 #: The most levels to follow when mappings are made from other mappings.
 _MAX_NESTED: Final = 4
 #: The most parts of one key to compare; a larger key is equal only to itself.
@@ -93,7 +93,7 @@ def plain_parts(graph: Graph, ref: Ref) -> list[Node] | None:
     if type(node) is not Dict:
         return None
     parts = [graph.nodes[part] for part in node.pairs]
-    return parts if _PLAIN.issuperset(map(type, parts)) else None
+    return parts if PLAIN.issuperset(map(type, parts)) else None
 
 
 def holds_constants(graph: Graph, ref: Ref) -> bool:
@@ -102,7 +102,7 @@ def holds_constants(graph: Graph, ref: Ref) -> bool:
     if known is None:
         node = graph.nodes[ref]
         parts = children(node) if isinstance(node, tuple | List | Dict | Set | FrozenSet) else None
-        known = parts is not None and _PLAIN.issuperset([type(graph.nodes[part]) for part in parts])
+        known = parts is not None and PLAIN.issuperset([type(graph.nodes[part]) for part in parts])
         graph.cache["constants", ref] = known
     return known
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain, islice
 from math import prod
@@ -18,12 +18,12 @@ from ..base.text import words
 from ..pickles.nodes import Call, Dict, Global, Graph, Node, Persistent, Ref, children
 from .objects import (
     COMPILED,
+    PLAIN,
     attributes,
     by_name,
     callable_name,
     class_name,
     device_text,
-    holds_constants,
     mapping,
     module_fields,
     plain_parts,
@@ -408,11 +408,18 @@ class _SurveyWalk:
     def others(self, task: _Task, entries: list[Child]) -> Iterator[_Task]:
         """Yield the children of a node other than its entries; they hold no state dicts."""
         own, path, _, _, _, top, _ = task
-        graph, base = self.graph, bounded(path, own)
-        for step, ref, _ in extra_children(graph, own, entries):
-            # torch writes only numbers and strings about each module.
-            if step != "._metadata" or not all(holds_constants(graph, item) for _, item in mapping(graph, ref) or ()):
+        base = bounded(path, own)
+        for step, ref, _ in extra_children(self.graph, own, entries):
+            if step != "._metadata" or not self.is_plain(ref):
                 yield ref, joined(base, step), step.removeprefix("."), False, -1, top, own
+
+    def is_plain(self, metadata: Ref) -> bool:
+        """Return whether a ``_metadata`` has only dicts of numbers and strings, as torch writes about each module."""
+        nodes = self.graph.nodes
+        dicts = [nodes[ref] for _, ref in mapping(self.graph, metadata) or ()]
+        pairs = [node.pairs for node in dicts if type(node) is Dict]
+        kinds = map(type, map(nodes.__getitem__, chain.from_iterable(pairs)))
+        return len(pairs) == len(dicts) and PLAIN.issuperset(kinds)
 
     def judge(self, path: str, step: str, node: Node, items: list[tuple[Ref, Ref]], metadata: Ref) -> str:
         """Return the confidence that a mapping is a state dict: "high", "low", or "" if it is not one."""
@@ -493,9 +500,9 @@ def account(survey: Survey) -> Account:
     """Add up a survey."""
     reader, storages = survey.reader, survey.reader.storages
     entry_bytes, entry_tensors = [0] * len(survey.entries), [0] * len(survey.entries)
-    located, others, users = Counter[str](), Counter[str](), Counter[str]()
+    located, others, users = Counter[str](), Counter[str](), defaultdict[str, int](int)
     typed: dict[str, list[int]] = {}
-    views: dict[str, list[tuple[int, int, int]]] = {}
+    views = defaultdict[str, list[tuple[int, int, int]]](list)
     first: dict[str, str] = {}
     seen: set[object] = set()
     # Width of an element, extent and distinct bytes of a layout. Many tensors share one.
@@ -530,7 +537,7 @@ def account(survey: Survey) -> Account:
                 if part.own_bytes % max(part.numel, 1):  # several elements share bytes
                     sizes[layout] = (width, part.own_bytes, part.own_bytes)
             width, size, distinct = sizes[layout]
-            views.setdefault(key, []).append((part.offset * width, size, distinct))
+            views[key].append((part.offset * width, size, distinct))
     for path, ref, top in survey.storages:
         storage = reader.storage(ref)
         if storage is not None:

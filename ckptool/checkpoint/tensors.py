@@ -537,7 +537,7 @@ class TensorReader:
         """Return the integers in a tuple or ``torch.Size``; None for another node."""
         nodes = self.graph.nodes
         refs = nodes[ref]
-        if isinstance(refs, Call) and callable_name(self.graph, refs.func) == "torch.Size":
+        if type(refs) is Call and callable_name(self.graph, refs.func) == "torch.Size":
             inner = list_items(nodes[refs.args])
             refs = nodes[inner[0]] if inner else None
         if type(refs) is not tuple:

@@ -37,6 +37,9 @@ from .nodes import (
 )
 
 _Refs: TypeAlias = tuple[Ref, ...]
+#: The bytes of a tensor: (head, base, step, size). ``head`` is before its key; the ``size`` bytes after it are
+#: the number ``base + index * step`` in little-endian order, where ``index`` is the memo index of the key.
+_Template: TypeAlias = tuple[bytes, int, int, int]
 _u32 = Struct("<I").pack
 _long_binput = Struct("<BI").pack
 
@@ -71,17 +74,6 @@ class Cycle(NamedTuple):
 
     members: frozenset[Ref]
     dependent: tuple[Ref, ...]
-
-
-class _Template(NamedTuple):
-    """The bytes of a tensor: ``head`` before its storage's key; ``size`` bytes after the key, which are
-    ``base + index * step`` as a little-endian number if ``index`` is the memo index of the key.
-    """
-
-    head: bytes
-    base: int
-    step: int
-    size: int
 
 
 class _Writer:
@@ -124,6 +116,7 @@ class _Writer:
         # In protocols 2 and 3, which torch.save writes, frequent types need no call.
         plain, binary = dialect in (2, 3) and not framed, dialect >= 2
         exceptions = forms.keys() | unmemoized | style.batches.keys()
+        usual = plain and not exceptions and not memoized and not discarded
         if style.header:
             out += bytes((op.PROTO, style.protocol))
         self.frame_start = len(out)
@@ -147,6 +140,8 @@ class _Writer:
                 if index != _UNSEEN:
                     self.check_repeated(ref)
                 node = nodes[ref]
+                if type(node) is Call and usual and self.write_tensor(ref, node):
+                    continue
                 if type(node) is str and plain and ref not in exceptions:
                     raw = node.encode("utf-8", "surrogatepass")
                     memo[ref] = index = self.next_index
@@ -168,8 +163,6 @@ class _Writer:
                         out += b"("
                     inner = iter(node)
                 elif type(node) is Call and node.op == 0x52 and not discarded:
-                    if plain and not exceptions and not memoized and self.write_tensor(ref, node):
-                        continue
                     memo[ref] = _OPEN
                     inner = iter((node.func, node.args))
                 else:
@@ -189,11 +182,11 @@ class _Writer:
                 if ref < 0:
                     continue
                 node = nodes[ref]
-                usual = plain and memo[ref] == _OPEN
-                if type(node) is tuple and usual:
+                simple = plain and memo[ref] == _OPEN
+                if type(node) is tuple and simple:
                     size = len(node)
                     out += b"t" if size > 3 or (forms and forms.get(ref) == 0x74) else _TUPLES[size]
-                elif type(node) is Call and usual and node.op == 0x52 and node.filling is None:
+                elif type(node) is Call and simple and node.op == 0x52 and node.filling is None:
                     out += b"R"
                 else:
                     filling = self.construct(ref, node)
@@ -254,7 +247,7 @@ class _Writer:
         """
         nodes, codes, memo, index = self.nodes, self.codes, self.memo, self.next_index
         args = nodes[call.args]
-        if type(args) is not tuple or len(args) != 6 or index <= 0xFF:
+        if type(args) is not tuple or len(args) != 6 or index <= 0xFF or call.op != 0x52:
             return False
         storage, begin, shape, stride, flag, hooks = args
         saved, hook, sizes, steps = nodes[storage], nodes[hooks], nodes[shape], nodes[stride]
@@ -278,9 +271,9 @@ class _Writer:
         template = self.templates.get((parts, sizes, steps, where)) or self.template(parts, sizes, steps, where)
         if template is None:
             return False
+        head, base, step, size = template
         raw = key.encode("utf-8", "surrogatepass")
-        after = (template.base + index * template.step).to_bytes(template.size, "little")
-        self.out += b"%bX%b%b%b" % (template.head, _u32(len(raw)), raw, after)
+        self.out += b"%bX%b%b%b" % (head, _u32(len(raw)), raw, (base + index * step).to_bytes(size, "little"))
         memo[name], memo[storage] = index, _UNMEMOIZED
         if where is device:
             index += 1
@@ -313,7 +306,7 @@ class _Writer:
             tail += end + b"r"
             step += 1 << 8 * len(tail)
             tail += _u32(number)
-        template = _Template(func + b"((" + word + cls, int.from_bytes(tail, "little"), step, len(tail))
+        template = func + b"((" + word + cls, int.from_bytes(tail, "little"), step, len(tail)
         self.templates[parts, sizes, steps, where] = template
         return template
 

@@ -96,15 +96,16 @@ def read_pattern(machine: Machine, stack: list[Ref], pos: int, stop: int) -> int
     stack.pop()
     while True:
         name = len(nodes)
-        word, cls, place, numel, begin, lengths, steps, flag, hooks, no_args = template.refs
+        number, refs, _, _, _, _, device, distance = template
+        word, cls, place, numel, begin, lengths, steps, flag, hooks, no_args = refs
         nodes.append(key)
         memo.append(name)
-        if template.device is not None:
+        if device is not None:
             place = name + 1
-            nodes.append(template.device)
+            nodes.append(device)
             memo.append(place)
             text_refs.append(place)
-            text_offsets.append(pos - template.device_distance)
+            text_offsets.append(pos - distance)
         pid = len(nodes)
         storage, first, second, hook, args, call = pid + 1, pid + 2, pid + 3, pid + 4, pid + 5, pid + 6
         nodes += (
@@ -126,19 +127,20 @@ def read_pattern(machine: Machine, stack: list[Ref], pos: int, stop: int) -> int
             get = data[end + 5 : end + (7 if data[end + 5] == 0x68 else 10)]
             if get[0] not in b"hj" or _pushed(machine, get) != function:
                 return pos
-        count, order = len(memo), (before, template.number)
+        count, order = len(memo), (before, number)
         guess = followers.get(order, template)
+        _, _, start, base, step, size, _, _ = guess
         head = _long_binput(0x72, count) + get
-        at = end + len(head) + len(guess.start)
+        at = end + len(head) + len(start)
         tail = at + 4 + data[at] if at < stop else stop
         if (
-            tail + guess.size <= stop
-            and data.startswith(head + guess.start, end)
-            and data.startswith((guess.base + (count + 1) * guess.step).to_bytes(guess.size, "little"), tail)
+            tail + size <= stop
+            and data.startswith(head + start, end)
+            and data.startswith((base + (count + 1) * step).to_bytes(size, "little"), tail)
             and data[at + 1 : at + 4] == b"\0\0\0"
             and (raw := data[at + 4 : tail]).isascii()
         ):
-            key, tail = raw.decode(), tail + guess.size
+            key, tail = raw.decode(), tail + size
         else:
             found = _recognized(machine, end + len(head), stop, count + 1) if data.startswith(head, end) else None
             if found is None:
@@ -155,7 +157,7 @@ def read_pattern(machine: Machine, stack: list[Ref], pos: int, stop: int) -> int
         text_refs.append(ref)
         text_offsets.append(pos)
         stack.append(ref)
-        before, template, pos = template.number, guess, tail
+        before, template, pos = number, guess, tail
 
 
 def read_pairs(machine: Machine, stack: list[Ref], pos: int, stop: int) -> int:

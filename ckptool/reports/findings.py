@@ -158,7 +158,7 @@ def _missing(checkpoint: Checkpoint, flaws: Sequence[Finding]) -> Iterator[Findi
 
 
 def _unmerged(checkpoint: Checkpoint) -> Iterator[Finding]:
-    if not any(".base_layer." in entry.key for entry in checkpoint.survey.tensors):
+    if ".base_layer." not in "\n".join([entry.key for entry in checkpoint.survey.tensors]):
         return
     from ..edits.adapter_settings import merge_step, unmerged  # only for models with adapters
 

@@ -155,7 +155,7 @@ def _measure_all(readings: Sequence[Reading | str], progress: Progress | None) -
     def do(number: int) -> None:
         try:
             item = work[number]
-            found[number] = _repeated(measure(item.read, item.rule, _BINS, advance), item.times)
+            found[number] = _repeated(measure(torch, item.read, item.rule, _BINS, advance), item.times)
         except MalformedError as error:
             found[number] = error
 

@@ -26,7 +26,7 @@ def measured(tensor: torch.Tensor, size: int = 1000) -> Any:
     def read() -> Iterable[bytes]:
         return [data[at : at + size * 8] for at in range(0, len(data), size * 8)]
 
-    return measure(read, ElementRule(str(tensor.dtype)[6:]), 10)
+    return measure(torch, read, ElementRule(str(tensor.dtype)[6:]), 10)
 
 
 def finite_numbers(tensor: torch.Tensor) -> list[Any]:

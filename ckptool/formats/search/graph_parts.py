@@ -17,13 +17,13 @@ from .inert import is_text
 
 #: The first bytes of a zip archive.
 ZIP: Final = b"PK\x03\x04"
-
-
 #: The most levels of hex and base64 that are decoded to see whether a value is searched.
 _MAX_LEVELS: Final = 4
-#: Tables for ``bytes.translate``: an ``h`` may be hex, a ``w`` may be base64.
-_HEX_DIGITS: Final = bytes(ord("h" if chr(code) in hexdigits else chr(code)) for code in range(256))
-_WORDS: Final = bytes(ord("w" if chr(code) in ascii_letters + digits + "+/_-" else " ") for code in range(256))
+#: Runs of characters of a word that may be hex or base64, and tables that make them an ``h`` or a ``w``.
+_RUNS: Final = (
+    (b"w" * 16, bytes(ord("w" if chr(code) in ascii_letters + digits + "+/_-" else " ") for code in range(256))),
+    (b"hh " * 11, bytes(ord("h" if chr(code) in hexdigits else chr(code)) for code in range(256))),
+)
 #: Hex, possibly in words, and a word in base64 of either alphabet, with the lines that continue it. No shorter one
 #: holds a call.
 _HEX: Final = regex(rb"(?:[0-9a-fA-F]{2}[ \t\r\n]{0,2}){12}[0-9a-fA-F \t\r\n]*")
@@ -42,23 +42,18 @@ def suspects(texts: Collection[str], binary: Iterable[bytes]) -> Iterator[bytes]
     """Yield the bytes objects and texts that may hold a pickle, as bytes."""
     yield from filter(may_hold_pickle, binary)
     if _is_suspect(".".join(texts)):
-        suspected = (text.encode("latin-1", "replace") for text in filter(_is_suspect, texts))
-        yield from filter(may_hold_pickle, suspected)
+        yield from filter(may_hold_pickle, (text.encode("latin-1", "replace") for text in filter(_is_suspect, texts)))
 
 
 def _is_suspect(text: str) -> bool:
     """Return whether a text may hold a pickle: it has control characters, or words that may be hex or base64."""
-    if not (text.isascii() and text.isprintable()):
-        return True
-    data = text.encode()
-    return b"w" * 16 in data.translate(_WORDS) or b"hh " * 11 in data.translate(_HEX_DIGITS)
+    return not (text.isascii() and text.isprintable()) or any(run in text.encode().translate(to) for run, to in _RUNS)
 
 
 def may_hold_pickle(data: bytes, level: int = 0) -> bool:
     """Return whether bytes are searched for pickles: also archives, compressed bytes, and hex or base64 of any."""
-    if data[:4] == ZIP or is_binary_pickle(data) or compression_of(data[:16]) is not None:
-        return True
-    if outcome(data) not in (NOTHING, ENDS):
+    known = data[:4] == ZIP or is_binary_pickle(data) or compression_of(data[:16]) is not None
+    if known or outcome(data) not in (NOTHING, ENDS):
         return True
     if level == _MAX_LEVELS:
         return _BASE64.search(data) is not None

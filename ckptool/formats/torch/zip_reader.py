@@ -172,10 +172,10 @@ class TorchZip(Container):
         archive = self.archive
         if archive.end.tail < archive.source.size:
             yield from bare_pickles(archive.source, archive.end.tail, "after the archive")
-        nodes = self.graph.nodes
-        ids = (nodes[node.pid] for _, node in self.graph.of_type(Persistent))
+        nodes, prefix = self.graph.nodes, f"{archive.prefix}data/"
+        ids = [nodes[node.pid] for _, node in self.graph.of_type(Persistent)]
         keys = (nodes[pid[2]] for pid in ids if type(pid) is tuple and len(pid) > 2)
-        storages = {f"{archive.prefix}data/{key}" for key in keys if type(key) is str}
+        storages = {prefix + key for key in keys if type(key) is str}
         if quick:
             known = storages | {archive.prefix + name for name in _OWN}
             others = [record for record in archive.records if record.name not in known]

@@ -6,7 +6,6 @@ import io
 import os
 import platform
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -43,10 +42,6 @@ def need_torch(purpose: str, path: str = "") -> Any:
     import warnings
 
     try:
-        if "torch" in sys.modules:
-            import torch
-
-            return torch
         with _signals_after(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
             import torch

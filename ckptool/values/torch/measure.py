@@ -17,7 +17,7 @@ from ...base.records import NamedTuple
 from ..elements import Filling
 from ..interpretation import Reading
 from ..numeric import E2M1
-from .loads import need_torch, torch_dtype
+from .loads import torch_dtype
 
 #: Numbers computed at a time. They and their intermediate results stay in the processor's cache.
 STEP: Final = 1 << 18
@@ -235,6 +235,7 @@ def blocks(torch: Any, pieces: Iterable[bytes] | Filling, rule: ElementRule, nam
 
 
 def measure(
+    torch: Any,
     read: Callable[[], Iterable[bytes] | Filling],
     rule: ElementRule,
     bins: int,
@@ -243,9 +244,8 @@ def measure(
     """Measure elements; ``read`` begins a reading of their little-endian bytes.
 
     Complex numbers count by absolute value. Sums are pairwise in float64. Memory: some blocks of ``STEP`` numbers.
-    ``advance`` is called with numbers of bytes, in the first reading. Raise UnreadableError if torch is not installed.
+    ``advance`` is called with numbers of bytes, in the first reading.
     """
-    torch = need_torch("computing with values")
     gauge = Gauge(torch, rule, bins)
     for block in blocks(torch, read(), rule):
         gauge.add(block)
