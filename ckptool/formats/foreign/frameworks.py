@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, Final
 
 from ...base.errors import MalformedError, UnreadableError
-from ...base.lazy import table
+from ...base.lazy import regex, table
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
 from ...base.text import cut, pluralize
@@ -21,6 +21,7 @@ from ...pickles.nodes import Global, Node
 
 #: The last eight bytes of a LevelDB table, in which TensorFlow stores variable names.
 _LEVELDB_MAGIC: Final = bytes.fromhex("57fb808b247547db")
+_FLAGS: Final = int(re.S | re.A)
 
 
 class ForeignFormat(NamedTuple):
@@ -63,28 +64,28 @@ def match_structure(head: bytes, source: Source) -> ForeignFormat | None:
 
 
 @cache
-def _signatures(magic: bool) -> list[tuple[int, tuple[str, ...], ForeignFormat, dict[str, Any]]]:
-    """Return the signatures with or without magic bytes, each with its place and its magic bytes ("" for none)."""
-    rows = [item for item in _rows("signatures") if ("magic" in item[1]) is magic]
-    return [(at, tuple(row.get("magic", ("",))), known, row) for known, row in rows for at in row.get("at", (0,))]
+def _signatures(magic: bool) -> tuple[dict[int, tuple[str, ...]], list[tuple[int, Any, Any, ForeignFormat, Any]]]:
+    """Return the first bytes by place, and the signatures with or without magic bytes: place, first bytes, pattern."""
+    found, starts = [], dict[int, tuple[str, ...]]()
+    for known, row in _rows("signatures"):
+        for at in row.get("at", (0,)) if ("magic" in row) is magic else ():
+            first = tuple(row.get("magic", ("",)))
+            starts[at] = starts.get(at, ()) + first
+            found.append((at, first, regex(row.get("begins", ""), _FLAGS), known, row))
+    return starts, found
 
 
 def _matches(source: Source, *, magic: bool) -> Iterator[ForeignFormat]:
     """Yield the signatures that a file fits, of those with magic bytes or of those without."""
-    heads: dict[int, str] = {}
-    for at, starts, known, row in _signatures(magic):
-        if at not in heads:
-            heads[at] = source.read(at, 1024).decode("latin-1")
-        if heads[at].startswith(starts) and _fits(source, heads[at], row):
-            yield known
+    starts, signatures = _signatures(magic)
+    heads = {at: source.read(at, 1024).decode("latin-1") for at in starts}
+    if any(heads[at].startswith(first) for at, first in starts.items()):  # few files have any of them
+        for at, first, begins, known, row in signatures:
+            if heads[at].startswith(first) and begins.match(heads[at]) and _fits(source, row):
+                yield known
 
 
-_FLAGS: Final = int(re.S | re.A)
-
-
-def _fits(source: Source, head: str, row: dict[str, Any]) -> bool:
-    if re.match(row.get("begins", ""), head, _FLAGS) is None:
-        return False
+def _fits(source: Source, row: dict[str, Any]) -> bool:
     name = source.name
     if not name.lower().endswith(tuple(row.get("suffix", ("",)))) or not re.search(row.get("named", ""), name):
         return False
@@ -92,8 +93,7 @@ def _fits(source: Source, head: str, row: dict[str, Any]) -> bool:
         return False
     if "check" in row and not _is_llama2(source):
         return False
-    holds: str = row.get("holds", "")
-    return not holds or _holds(source.read(0, 1 << 16), holds)
+    return "holds" not in row or _holds(source.read(0, 1 << 16), row["holds"])
 
 
 def _holds(data: bytes, pattern: str) -> bool:
