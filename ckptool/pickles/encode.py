@@ -37,8 +37,8 @@ from .nodes import (
 )
 
 _Refs: TypeAlias = tuple[Ref, ...]
-#: The bytes of a tensor: (head, base, step, size). ``head`` is before its key; the ``size`` bytes after it are
-#: the number ``base + index * step`` in little-endian order, where ``index`` is the memo index of the key.
+#: The bytes of a tensor: (head, base, step, size). ``head`` comes before its storage's key. The ``size`` bytes after
+#: the key are the little-endian number ``base + index * step``; ``index`` is the memo index of the key.
 _Template: TypeAlias = tuple[bytes, int, int, int]
 _u32 = Struct("<I").pack
 _long_binput = Struct("<BI").pack

@@ -65,7 +65,7 @@ def match_structure(head: bytes, source: Source) -> ForeignFormat | None:
 
 @cache
 def _signatures(magic: bool) -> tuple[dict[int, tuple[str, ...]], list[tuple[int, Any, Any, ForeignFormat, Any]]]:
-    """Return the first bytes by place, and the signatures with or without magic bytes: place, first bytes, pattern."""
+    """Return the magic bytes by place, and each signature: place, magic bytes, pattern, format, row of the table."""
     found, starts = [], dict[int, tuple[str, ...]]()
     for known, row in _rows("signatures"):
         for at in row.get("at", (0,)) if ("magic" in row) is magic else ():

@@ -254,8 +254,8 @@ def measure(
 
 
 class Gauge:
-    """Accumulates the statistics of the blocks of a tensor. The only block of a small one is ``kept`` until its memory
-    takes another."""
+    """Accumulates the statistics of the blocks of a tensor. ``kept`` is the only block of a small one, valid until
+    the next tensor is read."""
 
     def __init__(self, torch: Any, rule: ElementRule, bins: int) -> None:
         self.torch = torch
@@ -272,7 +272,7 @@ class Gauge:
         """Add a block."""
         torch, bias, numbers = self.torch, block.bias, modulus(self.torch, block.numbers)
         finite, low, high = _finite(torch, numbers)
-        count, rest = finite.numel(), numbers.numel() - finite.numel()  # ``len`` is a function in Python
+        count, rest = finite.numel(), numbers.numel() - finite.numel()  # ``len`` takes longer
         nans = int(torch.isnan(numbers).sum()) if rest else 0
         self.nans, self.infs = self.nans + nans, self.infs + rest - nans
         self.blocks, self.bias = self.blocks + 1, bias
