@@ -49,22 +49,22 @@ _MAGIC: Final = (
     (b"!<arch>\n", Compression("ar", False)),
     (b"07070", Compression("cpio", False)),
 )
+_MAGIC_BYTES: Final = tuple(magic for magic, _ in _MAGIC)
 
 
 def compression_of(head: bytes) -> Compression | None:
     """Return the compression of data that begins with these bytes (16 or more), or None."""
-    for magic, compression in _MAGIC:
-        if head.startswith(magic):
-            return compression
+    if head.startswith(_MAGIC_BYTES):
+        return next(compression for magic, compression in _MAGIC if head.startswith(magic))
     # RFC 1950: method 8, a window of up to 32 KiB, and a checksum over the two bytes.
     if len(head) > 2 and head[0] & 0x8F == 8 and int.from_bytes(head[:2], "big") % 31 == 0:
         return Compression("zlib", doubtful=True)
-    # liblzma accepts a dictionary of 2**n or 2**n + 2**(n - 1) bytes, or an unlimited one.
-    size = int.from_bytes(head[1:5], "little")
-    accepted = size > 0 and (size in (size & -size, 3 * (size & -size)) or size == 0xFFFFFFFF)
-    known = head[5:13] == b"\xff" * 8 or head[10:13] == b"\0\0\0"
-    if len(head) > 13 and head[0] < 9 * 5 * 5 and accepted and known and head[13] == 0:
-        return Compression("lzma", doubtful=True)
+    if head[13:14] == b"\0" and head[0] < 9 * 5 * 5:
+        # liblzma accepts a dictionary of 2**n or 2**n + 2**(n - 1) bytes, or an unlimited one.
+        size = int.from_bytes(head[1:5], "little")
+        accepted = size > 0 and (size in (size & -size, 3 * (size & -size)) or size == 0xFFFFFFFF)
+        if accepted and (head[5:13] == b"\xff" * 8 or head[10:13] == b"\0\0\0"):
+            return Compression("lzma", doubtful=True)
     return None
 
 

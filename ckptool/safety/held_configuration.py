@@ -74,9 +74,11 @@ def held_findings(graph: Graph) -> list[ActivePart]:
 
 def may_be_configuration(strings: Collection[str]) -> bool:
     """Return whether ``held_findings`` may find anything in a pickle with these strings."""
-    if not acting_rules().keys().isdisjoint(strings) or _MARKS.search("\0".join(strings)):
+    text = "\0".join(strings)
+    if not acting_rules().keys().isdisjoint(strings) or _MARKS.search(text):
         return True
-    return not word_lists()["acting_roots"].isdisjoint({text.partition(".")[0] for text in strings})
+    roots = {name.partition(".")[0] for name in strings} if "." in text else strings
+    return not word_lists()["acting_roots"].isdisjoint(roots)
 
 
 def _may_be_text(text: str) -> bool:

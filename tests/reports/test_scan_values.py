@@ -45,6 +45,8 @@ def _zip(data: bytes) -> bytes:
 ENCODINGS: dict[str, Callable[[bytes], bytes]] = {
     "hex": lambda data: data.hex().encode(),
     "spaced hex": lambda data: data.hex(" ").upper().encode(),
+    "hex with wide spaces": lambda data: data.hex(" ").replace(" ", "   ").encode(),
+    "hex with form feeds": lambda data: data.hex("\f").encode(),
     "base64": base64.b64encode,
     "urlsafe base64": lambda data: base64.urlsafe_b64encode(data).rstrip(b"="),
     "base64 in lines": base64.encodebytes,
@@ -121,7 +123,7 @@ def test_encoded_data_is_weights_only(encoding: str, tmp_path: Path) -> None:
 
 
 def test_metadata_that_encodes_a_pickle_is_not_weights_only(tmp_path: Path) -> None:
-    for encode in ("hex", "base64", "a data URI", "base64 in lines"):
+    for encode in ("hex", "hex with wide spaces", "base64", "a data URI", "base64 in lines"):
         text = ENCODINGS[encode](b"N0" * 300 + ENDINGS[0]).decode()
         assert _judged(tmp_path / "m.safetensors", save({"w": torch.ones(2)}, {"x": text})) == "unsafe"
 

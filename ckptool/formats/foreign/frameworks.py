@@ -6,7 +6,7 @@ import os
 import re
 import struct
 from collections.abc import Collection, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import cache
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ from ...base.limits import LIMITS
 from ...base.records import NamedTuple
 from ...base.text import cut, pluralize
 from ...files.sources import Source
-from ...files.zips.reader import Archive, Record, content_chunks
+from ...files.zips.reader import Archive
 from ...pickles.nodes import Global, Node
 
 #: The last eight bytes of a LevelDB table, in which TensorFlow stores variable names.
@@ -63,31 +63,39 @@ def match_structure(head: bytes, source: Source) -> ForeignFormat | None:
     return next(_matches(source, magic=False), None)
 
 
+#: A place in a file, the pattern of what begins there, the format, and the row of the table.
+_Row = tuple[int, re.Pattern[str], ForeignFormat, dict[str, Any]]
+
+
 @cache
-def _signatures(magic: bool) -> tuple[dict[int, tuple[str, ...]], list[tuple[int, Any, Any, ForeignFormat, Any]]]:
-    """Return the magic bytes by place, and each signature: place, magic bytes, pattern, format, row of the table."""
-    found, starts = [], dict[int, tuple[str, ...]]()
+def _signatures(magic: bool) -> tuple[list[_Row], list[_Row], dict[int, re.Pattern[str]]]:
+    """Return the rows with magic bytes or without, those that tell nothing of a file's start, and a pattern for each
+    place, of which a file that fits any other row has one."""
+    rows, starts = list[_Row](), dict[int, list[str]]()
     for known, row in _rows("signatures"):
-        for at in row.get("at", (0,)) if ("magic" in row) is magic else ():
-            first = tuple(row.get("magic", ("",)))
-            starts[at] = starts.get(at, ()) + first
-            found.append((at, first, regex(row.get("begins", ""), _FLAGS), known, row))
-    return starts, found
+        first, begins = "|".join(map(re.escape, row.get("magic", ()))), row.get("begins", "")
+        for at in row.get("at", (0,)) if bool(first) is magic else ():
+            rows.append((at, regex(f"(?={first})(?:{begins})", _FLAGS), known, row))
+            starts.setdefault(at, []).extend(filter(None, [first or begins]))
+    unmarked = [found for found in rows if not found[-1].keys() & {"magic", "begins"}]
+    return rows, unmarked, {at: re.compile("|".join(starts[at]), _FLAGS) for at in starts}
 
 
 def _matches(source: Source, *, magic: bool) -> Iterator[ForeignFormat]:
     """Yield the signatures that a file fits, of those with magic bytes or of those without."""
-    starts, signatures = _signatures(magic)
-    heads = {at: source.read(at, 1024).decode("latin-1") for at in starts}
-    if any(heads[at].startswith(first) for at, first in starts.items()):  # few files have any of them
-        for at, first, begins, known, row in signatures:
-            if heads[at].startswith(first) and begins.match(heads[at]) and _fits(source, row):
-                yield known
+    rows, unmarked, starts = _signatures(magic)
+    head = source.read(0, max(starts) + 1024).decode("latin-1")
+    begins = any(pattern.match(head, at) for at, pattern in starts.items())
+    for at, pattern, known, row in rows if begins else unmarked:  # few files begin like any row
+        if pattern.match(head, at) and _fits(source, row):
+            yield known
 
 
 def _fits(source: Source, row: dict[str, Any]) -> bool:
     name = source.name
-    if not name.lower().endswith(tuple(row.get("suffix", ("",)))) or not re.search(row.get("named", ""), name):
+    if not name.lower().endswith(tuple(row.get("suffix", ("",)))):
+        return False
+    if "named" in row and not re.search(row["named"], name):
         return False
     if "beside" in row and not _is_beside(name, *row["beside"]):
         return False
@@ -128,12 +136,11 @@ def _is_llama2(source: Source) -> bool:
 
 def foreign_archive(archive: Archive) -> ForeignFormat | None:
     """Return the format of a zip archive that is not one of torch's, or None if it is unknown."""
-    records = {record.name: record for record in archive.records}
-    if records and all(name.endswith(".npy") for name in records):
-        return ForeignFormat(
-            "npz", f"a NumPy archive (npz) of {pluralize(len(records), 'array')}", "numpy.load reads it"
-        )
-    return next((known for known, row in _rows("archives") if records.keys() >= {*row["records"]}), None)
+    names = archive.by_name.keys()
+    if names and all(name.endswith(".npy") for name in names):
+        arrays = pluralize(len(names), "array")
+        return ForeignFormat("npz", f"a NumPy archive (npz) of {arrays}", "numpy.load reads it")
+    return next((known for known, row in _rows("archives") if names >= {*row["records"]}), None)
 
 
 def archive_producer(archive: Archive) -> str:
@@ -143,18 +150,10 @@ def archive_producer(archive: Archive) -> str:
     record = archive.by_name.get("_stable_baselines3_version")
     if record is None:
         return ""
-    version = re.match(rb"[\w.+-]{1,30}", _head(archive, record))
+    version = None
+    with suppress(MalformedError):
+        version = re.match(rb"[\w.+-]{1,30}", archive.read(record, LIMITS.text_bytes))
     return "a model of Stable-Baselines3" + (f" {version.group().decode('ascii')}" if version else "")
-
-
-def _head(archive: Archive, record: Record) -> bytes:
-    if record.method not in (0, 8):
-        return b""
-    size = min(record.size, LIMITS.inflated_bytes)
-    try:
-        return next(iter(content_chunks(archive.payload(record), size, record.method != 0, record.name)), b"")[:4096]
-    except MalformedError:
-        return b""
 
 
 #: The key that Paddle appends to every state dict (paddle/framework/io.py: _build_saved_state_dict).

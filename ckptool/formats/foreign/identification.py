@@ -16,6 +16,7 @@ from ...base.limits import LIMITS
 from ...base.steps import WHOLE_COPY, AnyStep, NextStep, as_step, by_place, command, salvage_step
 from ...base.text import human_bytes, join_limited, pluralize, quoted
 from ...files.archives import SEPARATOR, checkpoints_in, gzip_name
+from ...files.compressed import compression_of
 from ...files.sources import Source
 from ...files.tars import is_header
 from ...files.zips.reader import Archive
@@ -127,23 +128,19 @@ def _json(head: bytes, source: Source) -> NotACheckpointError:
     return _error("json", what, source, step)
 
 
-#: The first bytes of compressed data, what it is, and the command that unpacks it.
-_COMPRESSED: Final = (
-    (b"\x1f\x8b", "gzip", "gunzip"),
-    (b"BZh", "bzip2", "bunzip2"),
-    (b"\xfd7zXZ\0", "xz", "unxz"),
-    (b"\x28\xb5\x2f\xfd", "zstd", "unzstd"),
-    (b"7z\xbc\xaf\x27\x1c", "7z", "7z x"),
-    (b"Rar!", "rar", "unrar x"),
-    *((b"\x78" + level, "zlib", "zlib-flate -uncompress") for level in (b"\x01", b"\x5e", b"\x9c", b"\xda")),
-)
+#: The command that unpacks compressed data.
+_UNPACKERS: Final = {
+    **{name: f"un{name}" for name in ("xz", "zstd", "lz4")},
+    **{"gzip": "gunzip", "bzip2": "bunzip2", "7z": "7z x", "rar": "unrar x", "zlib": "zlib-flate -uncompress"},
+}
 
 
 def _compressed(head: bytes, source: Source) -> NotACheckpointError | None:
-    name = source.name
-    kind, tool = next(((kind, tool) for magic, kind, tool in _COMPRESSED if head.startswith(magic)), ("", ""))
+    name, compression = source.name, compression_of(head)
+    kind = compression.name if compression else ""
+    tool = _UNPACKERS.get(kind)
     plain = _inflated(head, kind)
-    if not kind or (kind == "zlib" and not plain):
+    if tool is None or (kind == "zlib" and not plain):
         return None
     if kind == "zlib" and plain[:1] == b"\x80":
         what = "it is a pickle that zlib compressed, as joblib does"

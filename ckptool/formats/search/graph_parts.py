@@ -5,7 +5,7 @@ from __future__ import annotations
 from binascii import a2b_base64, a2b_hex
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
-from string import ascii_letters, digits, hexdigits
+from string import ascii_letters, digits, hexdigits, whitespace
 from typing import Final
 
 from ...base.lazy import regex
@@ -19,14 +19,13 @@ from .inert import is_text
 ZIP: Final = b"PK\x03\x04"
 #: The most levels of hex and base64 that are decoded to see whether a value is searched.
 _MAX_LEVELS: Final = 4
-#: Runs of characters of a word that may be hex or base64, and tables that make them an ``h`` or a ``w``.
-_RUNS: Final = (
-    (b"w" * 16, bytes(ord("w" if chr(code) in ascii_letters + digits + "+/_-" else " ") for code in range(256))),
-    (b"hh " * 11, bytes(ord("h" if chr(code) in hexdigits else chr(code)) for code in range(256))),
-)
+_SPACE: Final = whitespace.encode()
+#: Tables that write each character of base64 as ``w``, and each hex digit as ``0``.
+_TO_W: Final = bytes.maketrans(f"{ascii_letters}{digits}+/_-".encode(), b"w" * 66)
+_TO_0: Final = bytes.maketrans(hexdigits.encode(), b"0" * 22)
 #: Hex, possibly in words, and a word in base64 of either alphabet, with the lines that continue it. No shorter one
 #: holds a call.
-_HEX: Final = regex(rb"(?:[0-9a-fA-F]{2}[ \t\r\n]{0,2}){12}[0-9a-fA-F \t\r\n]*")
+_HEX: Final = regex(rb"(?:[0-9a-fA-F]{2}\s*){12}[0-9a-fA-F\s]*")
 _BASE64: Final = regex(rb"[0-9A-Za-z+/_-]{16,}")
 _LINES: Final = regex(rb"[0-9A-Za-z+/_= \t\r\n-]+")
 _TO_BASE64: Final = bytes.maketrans(b"-_", b"+/")
@@ -47,7 +46,12 @@ def suspects(texts: Collection[str], binary: Iterable[bytes]) -> Iterator[bytes]
 
 def _is_suspect(text: str) -> bool:
     """Return whether a text may hold a pickle: it has control characters, or words that may be hex or base64."""
-    return not (text.isascii() and text.isprintable()) or any(run in text.encode().translate(to) for run, to in _RUNS)
+    return not (text.isascii() and text.isprintable()) or _has_words(text.encode())
+
+
+def _has_words(data: bytes) -> bool:
+    """Return whether bytes have a run that may be hex or base64."""
+    return b"w" * 16 in data.translate(_TO_W) or b"0" * 24 in data.translate(_TO_0, _SPACE)
 
 
 def may_hold_pickle(data: bytes, level: int = 0) -> bool:
@@ -55,7 +59,7 @@ def may_hold_pickle(data: bytes, level: int = 0) -> bool:
     known = data[:4] == ZIP or is_binary_pickle(data) or compression_of(data[:16]) is not None
     if known or outcome(data) not in (NOTHING, ENDS):
         return True
-    if level == _MAX_LEVELS:
+    if level == _MAX_LEVELS or not _has_words(data):
         return _BASE64.search(data) is not None
     try:
         return any(True for _ in decoded(data, level + 1))
@@ -74,7 +78,7 @@ def decoded(data: bytes, level: int = 0) -> Iterator[bytes]:
     """Yield what a text holds in hex or base64 at any place, if it may hold a pickle. Raises BudgetError if too many
     lines may begin one."""
     for match in _HEX.finditer(data):
-        digits = match[0].translate(None, b" \t\r\n")
+        digits = match[0].translate(None, _SPACE)
         part = a2b_hex(digits[: len(digits) // 2 * 2])
         if may_hold_pickle(part, level):
             yield part
