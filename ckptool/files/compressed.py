@@ -28,22 +28,24 @@ _MAX_STREAMS: Final = 100
 
 
 class Compression(NamedTuple):
-    """A compression format: its name, whether Python inflates it, and whether other data may start alike."""
+    """A compression format: its name, whether Python inflates it, whether other data may start alike, and the command
+    that unpacks a file."""
 
     name: str
     inflates: bool = True
     doubtful: bool = False
+    unpack: str = ""
 
 
 #: (magic, compression). ``lzma`` has a byte of parameters and a power of two, the size of its dictionary.
 _MAGIC: Final = (
-    (b"\x1f\x8b\x08", Compression("gzip")),
-    (b"BZh", Compression("bzip2")),
-    (b"\xfd7zXZ\0", Compression("xz")),
-    (b"\x28\xb5\x2f\xfd", Compression("zstd", False)),
-    (b"\x04\x22\x4d\x18", Compression("lz4", False)),
-    (b"7z\xbc\xaf\x27\x1c", Compression("7z", False)),
-    (b"Rar!", Compression("rar", False)),
+    (b"\x1f\x8b\x08", Compression("gzip", unpack="gunzip")),
+    (b"BZh", Compression("bzip2", unpack="bunzip2")),
+    (b"\xfd7zXZ\0", Compression("xz", unpack="unxz")),
+    (b"\x28\xb5\x2f\xfd", Compression("zstd", False, unpack="unzstd")),
+    (b"\x04\x22\x4d\x18", Compression("lz4", False, unpack="unlz4")),
+    (b"7z\xbc\xaf\x27\x1c", Compression("7z", False, unpack="7z x")),
+    (b"Rar!", Compression("rar", False, unpack="unrar x")),
     *((bytes((0x1F, 0x9D, 0x80 | bits)), Compression("compress", False)) for bits in range(9, 17)),
     (b"ZF0x", Compression("joblib's old zlib", False)),
     (b"!<arch>\n", Compression("ar", False)),
@@ -58,7 +60,7 @@ def compression_of(head: bytes) -> Compression | None:
         return next(compression for magic, compression in _MAGIC if head.startswith(magic))
     # RFC 1950: method 8, a window of up to 32 KiB, and a checksum over the two bytes.
     if len(head) > 2 and head[0] & 0x8F == 8 and int.from_bytes(head[:2], "big") % 31 == 0:
-        return Compression("zlib", doubtful=True)
+        return Compression("zlib", doubtful=True, unpack="zlib-flate -uncompress")
     if head[13:14] == b"\0" and head[0] < 9 * 5 * 5:
         # liblzma accepts a dictionary of 2**n or 2**n + 2**(n - 1) bytes, or an unlimited one.
         size = int.from_bytes(head[1:5], "little")

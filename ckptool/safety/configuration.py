@@ -55,7 +55,7 @@ class ActivePart(NamedTuple):
 #: resolvers: what makes a string more than a value.
 _SYNTAX: Final = regex(
     r"""(?:^|[;:$"'\n\r\f])[ \t]*(?:import\s+\w|from\s+[\w.]+\s+import\b|class\s+\w+\s*[:(]|def\s+\w+\s*\()"""
-    r"""|[\])}"'`]\(|(?<![\w.-])(?:exec|eval|execfile|getattr|setattr|globals|locals|vars|breakpoint)\b(?!\s*[\w=:,.-])"""
+    r"""|[\])}]\(|(?<![\w.-])(?:exec|eval|execfile|getattr|setattr|globals|locals|vars|breakpoint)\b(?!\s*[\w=:,.-])"""
     r"""|(?:^|[\s\[{,:"'-])!{1,2}[\w<%]|%TAG|:=|\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\[0-7]{3}|\$\{[\w.]+:"""
     r"""|(?<!\w)__\w{1,60}__\s*[\](.]"""
 )

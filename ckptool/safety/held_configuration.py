@@ -6,41 +6,38 @@ runs ``cfg`` as Python (mmengine/infer/infer.py), and hydra's ``instantiate`` ca
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from ..base.lazy import regex
 from ..base.text import human_bytes
-from ..checkpoint.objects import mapped_name
+from ..checkpoint.objects import callable_name, called_constant, initial_pairs, list_items, mapped_name
 from ..pickles.nodes import Call, Dict, Global, Graph, List, Node, Persistent, Ref, children
 from .rules import UNKNOWN, acting_rules, word_lists
 
 if TYPE_CHECKING:
     from .configuration import ActivePart
 
-#: Shorter strings hold no text.
-_SHORT: Final = 4
-#: A string without any of these is neither code, settings, a template nor a pickle in base64. ``cuda:0`` has none. Each
-#: begins with a fixed character, so the search skips all other characters.
-_MARKS: Final = regex(r"\(|\{|!|\n|=|:(?!\d)|gA|UEsDB|import ")
-#: Maximum characters of text read in one pickle, and the cost of each string in addition to its characters.
-_MAX_TEXT: Final = 40 << 20
-_COST: Final = 100
-#: Maximum number of containers in the path of a string.
-_MAX_PATH: Final = 20
+#: A string without any of these, or a colon as in ``cuda:0``, is neither code, settings, a template nor base64.
+_MARKS: Final = ("(", "{", "!", "\n", "=", "\\", "gA", "UEsDB", "import ", "import\t", "__.", "__]")
+_ENCODE, _ARRAY = "_codecs.encode", "builtins.bytearray"
+_FIRST: Final = regex(r"[^\w.](\w+)\.\w")  # of a dotted name
+#: Maximum characters of text read in one pickle, with the cost of each string, and of containers in its path.
+_MAX_TEXT, _COST, _MAX_PATH = 40 << 20, 100, 20
 
 
 def held_findings(graph: Graph) -> list[ActivePart]:
     """Return the keys and strings among the values of a pickle on which a program may act."""
-    if not may_be_configuration(graph.strings):
+    unusual = any(_makes_bytes(graph))
+    if not (unusual or may_be_configuration(graph.strings)):
         return []
-    # imported only if something looks like configuration
-    from .configuration import ActivePart, key_findings, string_findings
+    from .configuration import ActivePart, key_findings, string_findings  # rarely needed
 
-    nodes, found = graph.nodes, list[ActivePart]()
+    nodes = graph.nodes
+    found = [ActivePart("a call makes bytes in an unusual way, and is not followed", UNKNOWN)] * unusual
     owners: dict[Ref, tuple[Ref, Ref]] = {}  # the container of a value, and its key, or -1
-    filled = ((ref, call.pairs) for ref, call in graph.of_type(Call) if call.filling is not None)
+    filled = ((ref, [*(initial_pairs(graph, call) or ()), *call.pairs]) for ref, call in graph.of_type(Call))
     for ref, pairs in chain(((ref, node.pairs) for ref, node in graph.of_type(Dict)), filled):
         keys, values = pairs[::2], pairs[1::2]
         for key, value in zip(keys, values, strict=False):
@@ -53,13 +50,15 @@ def held_findings(graph: Graph) -> list[ActivePart]:
     for ref, node in graph.of_type(List):
         owners.update((item, (ref, -1)) for item in node.items if type(nodes[item]) is str)
     # Old torch files keep the source code of a class in a persistent id, and protocols 0 to 2 write bytes as text.
-    functions = ((call.args, nodes[call.func]) for _, call in graph.of_type(Call))
-    encoded = [args for args, func in functions if type(func) is Global and mapped_name(func) == "_codecs.encode"]
-    parts_of = [*encoded, *(node.pid for _, node in graph.of_type(Persistent))]
-    sources = {text for ref in parts_of if type(node := nodes[ref]) is tuple for text in node}
+    encoded = [call.args for _, call in graph.of_type(Call) if callable_name(graph, call.func) == _ENCODE]
+    hidden = {*encoded, *(node.pid for _, node in graph.of_type(Persistent))}
+    members = chain.from_iterable(node for ref in hidden if type(node := nodes[ref]) is tuple)
+    sources = {member for member in members if type(text := nodes[member]) is str and _may_be_text(text)}
+    elsewhere = (other for ref, other in enumerate(nodes if sources else ()) if ref not in hidden)
+    sources.difference_update(chain.from_iterable(map(children, elsewhere)))
     left, seen = _MAX_TEXT, set[str]()
     for ref, text in enumerate(nodes):
-        if type(text) is not str or ref in sources or not _may_be_text(text) or text in seen:
+        if type(text) is not str or ref in sources or text in seen or not _may_be_text(text):
             continue
         seen.add(text)
         left -= len(text) + _COST
@@ -72,17 +71,25 @@ def held_findings(graph: Graph) -> list[ActivePart]:
     return found
 
 
+def _makes_bytes(graph: Graph) -> Iterator[bool]:
+    """Yield for each call that makes bytes whether Python's pickler would write it otherwise."""
+    makers = {mapped_name(node) for _, node in graph.of_type(Global)} & {_ENCODE, _ARRAY}
+    for ref, call in graph.of_type(Call) if makers else ():
+        if (name := callable_name(graph, call.func)) in makers:
+            args = [graph.nodes[arg] for arg in list_items(graph.nodes[call.args])]
+            usual = not args or args[1:] == ["latin-1"] or (len(args) == 1 and isinstance(args[0], bytes | Call))
+            yield called_constant(graph, ref) is None and not (usual and name == _ARRAY)
+
+
 def may_be_configuration(strings: Collection[str]) -> bool:
     """Return whether ``held_findings`` may find anything in a pickle with these strings."""
-    text = "\0".join(strings)
-    if not acting_rules().keys().isdisjoint(strings) or _MARKS.search(text):
-        return True
-    roots = {name.partition(".")[0] for name in strings} if "." in text else strings
-    return not word_lists()["acting_roots"].isdisjoint(roots)
+    return not acting_rules().keys().isdisjoint(strings) or _may_be_text("\0".join(strings))
 
 
 def _may_be_text(text: str) -> bool:
-    return len(text) > _SHORT and bool(_MARKS.search(text) or text.partition(".")[0] in word_lists()["acting_roots"])
+    if any(mark in text for mark in _MARKS) or text.count(":") > text.count("cuda:") + text.count("cpu:"):
+        return True
+    return "." in text and not word_lists()["acting_roots"].isdisjoint(_FIRST.findall(f"\0{text}"))
 
 
 def _value(node: Node) -> object:

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import pickle
+import string
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -35,10 +36,13 @@ TEXTS = {
     "YAML tag of hyperpyyaml": ("hyper.yaml", "a: !new:os.system ['true']\n"),
     "logging in INI": ("logging.ini", "[handler_h]\nclass=StreamHandler\nargs=(exec('1'),)\n"),
     "template of a frame": ("chat_template.jinja", "{{ (x|map('upper')).gi_frame.f_builtins['eval']('1') }}"),
-    "template with a caller": (
+    "template of a caller": (
         "x.jinja",
-        "{% macro m() %}{{ x[caller()]() }}{% endmacro %}{% call m() %}a{% endcall %}",
+        "{% macro m() %}{{ x[caller()]() }}{% endmacro %}{% call m() %}{% endcall %}",
     ),
+    "import after a tab": ("notes.txt", "import\tevil"),
+    "attributes of a class": ("notes.txt", "x.__class__.__subclasses__"),
+    "a second name": ("notes.txt", "mylib.Linear,os.system"),
 }
 
 
@@ -84,14 +88,9 @@ def test_text_that_may_be_evaluated_is_never_weights_only(text: str, tmp_path: P
 
 #: Values of a checkpoint that look a little like code, and are none.
 PLAIN_VALUES = (
-    "yolo11n.pt",
-    "nn.ReLU",
-    "encoder.layers",
-    "a photo of a cat (studio light)",
-    "it's 3 epoch(s)",
-    "lr=0.1, momentum=0.9",
-    "s3://bucket/file (1).pt",
-    '{"conv_dim": "4", "tags": {"1girl": 3}}',
+    *("yolo11n.pt", "nn.ReLU", "encoder.layers", "a photo of a cat (studio light)", "it's 3 epoch(s)", "cuda:1"),
+    *("lr=0.1, momentum=0.9", "s3://bucket/file (1).pt", '{"conv_dim": "4", "tags": {"1girl": 3}}'),
+    *(string.printable, string.punctuation, "0123456789 !\"#$%&'()*+,-./", "C:\\models\\run"),
     "model = dict(type='ResNet', depth=50)\nlr = 0.1\noptimizer = dict(type='SGD')\n",
     "Python: 3.8.13 (default, Mar 28 2022)\nMKL: Intel(R) Math Kernel Library\nCUDA available: True",
 )

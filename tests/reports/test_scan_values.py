@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import bz2
+import codecs
 import gzip
 import io
+import json
 import lzma
 import pickle
 import random
@@ -13,10 +15,12 @@ import shutil
 import tarfile
 import zipfile
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import sample
@@ -38,6 +42,11 @@ TRIVIAL = (
 ENDINGS = (b"cposix\nsystem\n(S'true'\ntR.", pickle.dumps(Recorded(), 2), pickle.dumps(Recorded(), 4))
 
 
+def _npy(array: Any) -> bytes:
+    np.save(out := io.BytesIO(), array)
+    return out.getvalue()
+
+
 def _zip(data: bytes) -> bytes:
     return zipped(data, "x.bin", zipfile.ZIP_DEFLATED)
 
@@ -45,8 +54,13 @@ def _zip(data: bytes) -> bytes:
 ENCODINGS: dict[str, Callable[[bytes], bytes]] = {
     "hex": lambda data: data.hex().encode(),
     "spaced hex": lambda data: data.hex(" ").upper().encode(),
-    "hex with wide spaces": lambda data: data.hex(" ").replace(" ", "   ").encode(),
-    "hex with form feeds": lambda data: data.hex("\f").encode(),
+    "hex with colons": lambda data: data.hex(":").encode(),
+    "hex as numbers": lambda data: ",   ".join(f"0x{byte:02x}" for byte in data).encode(),
+    "escapes": lambda data: repr(data).encode(),
+    "JSON": lambda data: json.dumps({"x": data.decode("latin-1")}).encode(),
+    "base64 in JSON": lambda data: json.dumps([base64.encodebytes(data).decode()]).encode(),
+    "base64 in words": lambda data: base64.encodebytes(data).replace(b"\n", b"  "),
+    "an array": lambda data: _npy(np.frombuffer(data, "u1")),
     "base64": base64.b64encode,
     "urlsafe base64": lambda data: base64.urlsafe_b64encode(data).rstrip(b"="),
     "base64 in lines": base64.encodebytes,
@@ -76,8 +90,12 @@ PLACES: dict[str, Callable[[bytes], bytes]] = {
     "a tensor": lambda data: _torch(_tensor(data)),
     "a tensor in a legacy file": lambda data: _torch(_tensor(data), _use_new_zipfile_serialization=False),
     "a tensor in safetensors": lambda data: save({"x": _tensor(data)}),
+    "metadata of safetensors": lambda data: save({"w": torch.ones(2)}, {"x": data.decode("latin-1")}),
+    "a key of metadata": lambda data: save({"w": torch.ones(2)}, {data.decode("latin-1"): "x"}),
     "floats": lambda data: save({"x._extra_state": _tensor(data + bytes(-len(data) % 4)).view(torch.float32)}),
     "bytes": _torch,
+    "a tar as bytes": lambda data: _torch(tarred(data, "a")),
+    "a tar as a tensor": lambda data: _torch(_tensor(tarred(data, "a"))),
     "bytes of protocol 4": lambda data: _torch(data, pickle_protocol=4),
     "a bytearray": lambda data: _torch(bytearray(data)),
     "a string": lambda data: _torch(data.decode("latin-1")),
@@ -122,10 +140,31 @@ def test_encoded_data_is_weights_only(encoding: str, tmp_path: Path) -> None:
     assert _judged(tmp_path / "file", _torch(words)) == "weights-only"
 
 
-def test_metadata_that_encodes_a_pickle_is_not_weights_only(tmp_path: Path) -> None:
-    for encode in ("hex", "hex with wide spaces", "base64", "a data URI", "base64 in lines"):
-        text = ENCODINGS[encode](b"N0" * 300 + ENDINGS[0]).decode()
-        assert _judged(tmp_path / "m.safetensors", save({"w": torch.ones(2)}, {"x": text})) == "unsafe"
+class Made:
+    """What a call returns."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.call[0], self.call[1:]
+
+
+CODE = "__import__('posix').system('true')"
+MADE: dict[str, tuple[Any, str]] = {
+    "bytes of another codec": (Made(codecs.encode, ENDINGS[2].decode("cp437"), "cp437"), "unknown"),
+    "bytes of numbers": (Made(bytearray, list(ENDINGS[1])), "unknown"),
+    "a mapping of pairs": (Made(OrderedDict, [["_target_", "a.b.c"]]), "program"),
+    "code that is also bytes": ({"cfg": CODE, "b": Made(codecs.encode, CODE, "latin1")}, "unknown"),
+    "plain bytes": ([b"a\xff", bytearray(b"b"), bytearray(), OrderedDict(a=1)], "weights-only"),
+}
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_what_calls_make_is_judged(made: str, tmp_path: Path) -> None:
+    value, word = MADE[made]
+    assert _judged(tmp_path / "file", _torch(value)) == word
+    torch.load(tmp_path / "file", weights_only=True)
 
 
 # -- files that count by their content, or are not followed ----------------------------------------------------------

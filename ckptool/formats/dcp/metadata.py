@@ -82,11 +82,7 @@ class ValueMetadata(NamedTuple):
     chunks: tuple[Box, ...] = ()
 
     def is_whole(
-        self,
-        name: str,
-        usable: Mapping[ItemKey, Item],
-        mentioned: Callable[[], Collection[ItemKey]],
-        note: Note,
+        self, name: str, usable: Mapping[ItemKey, Item], mentioned: Callable[[], Collection[ItemKey]], note: Note
     ) -> bool:
         """Return whether all pieces exist, judging by sizes; report each missing piece. ``mentioned`` returns the items
         that .metadata locates."""
@@ -393,12 +389,7 @@ def _heads(files: Mapping[str, Source], items: Iterable[Item]) -> dict[str, Span
 
 #: Paths of a step value, and the framework that stores it there ("" if several do). Sources: torchtitan,
 #: ``components/checkpoint.py`` and ``train.py``.
-_PLACES: Final = {
-    ("train_state", "step"): "torchtitan",
-    ("global_step",): "",
-    ("step",): "",
-    ("iteration",): "",
-}
+_PLACES: Final = {("train_state", "step"): "torchtitan", ("global_step",): "", ("step",): "", ("iteration",): ""}
 #: Integer dtypes and their sizes in bytes.
 _WHOLE: Final = {"int64": 8, "int32": 4, "int16": 2, "int8": 1}
 

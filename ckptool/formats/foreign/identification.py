@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-import zlib
 from collections.abc import Sequence
-from contextlib import suppress
 from shlex import quote
 from typing import Final, cast
 
@@ -16,8 +14,8 @@ from ...base.limits import LIMITS
 from ...base.steps import WHOLE_COPY, AnyStep, NextStep, as_step, by_place, command, salvage_step
 from ...base.text import human_bytes, join_limited, pluralize, quoted
 from ...files.archives import SEPARATOR, checkpoints_in, gzip_name
-from ...files.compressed import compression_of
-from ...files.sources import Source
+from ...files.compressed import compression_of, inflate_start
+from ...files.sources import BytesSource, Source
 from ...files.tars import is_header
 from ...files.zips.reader import Archive
 from ...pickles.nodes import Global, Node
@@ -128,24 +126,18 @@ def _json(head: bytes, source: Source) -> NotACheckpointError:
     return _error("json", what, source, step)
 
 
-#: The command that unpacks compressed data.
-_UNPACKERS: Final = {
-    **{name: f"un{name}" for name in ("xz", "zstd", "lz4")},
-    **{"gzip": "gunzip", "bzip2": "bunzip2", "7z": "7z x", "rar": "unrar x", "zlib": "zlib-flate -uncompress"},
-}
-
-
 def _compressed(head: bytes, source: Source) -> NotACheckpointError | None:
     name, compression = source.name, compression_of(head)
-    kind = compression.name if compression else ""
-    tool = _UNPACKERS.get(kind)
-    plain = _inflated(head, kind)
-    if tool is None or (kind == "zlib" and not plain):
+    if compression is None or not compression.unpack:
+        return None
+    kind = compression.name
+    plain = inflate_start(BytesSource(head), compression) if kind in ("gzip", "zlib") else b""
+    if kind == "zlib" and not plain:
         return None
     if kind == "zlib" and plain[:1] == b"\x80":
         what = "it is a pickle that zlib compressed, as joblib does"
         return _error("joblib", what, source, "joblib.load reads it, and runs what it names")
-    unpack = by_place(name, f"unpack it with {tool}, then name what it holds", _UNPACK)
+    unpack = by_place(name, f"unpack it with {compression.unpack}, then name what it holds", _UNPACK)
     if plain[257:262] == b"ustar" and plain[:4] != b"PK\x03\x04":
         error = _archive_error(source, kind, "a gzipped tar archive", unpack)
         return error or _error(kind, "it is gzip data of a tar", source, unpack)
@@ -155,13 +147,6 @@ def _compressed(head: bytes, source: Source) -> NotACheckpointError | None:
     if content and int.from_bytes(source.read(max(0, source.size - 4), 4), "little") <= LIMITS.member_bytes:
         step = command("inspect", f"{name}{SEPARATOR}{gzip_name(name)}")
     return _error(kind, f"it is {kind} data{content}", source, step)
-
-
-def _inflated(head: bytes, kind: str) -> bytes:
-    with suppress(zlib.error):
-        if kind in ("gzip", "zlib"):
-            return zlib.decompressobj(31 if kind == "gzip" else 15).decompress(head, 512)
-    return b""
 
 
 def _tensor_files(head: bytes, source: Source) -> NotACheckpointError | None:

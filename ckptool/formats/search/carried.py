@@ -20,7 +20,7 @@ from ...files.compressed import compression_of
 from ...safety.configuration import mapping_findings
 from ...values.elements import elements, storage_reader, tensor_size
 from .budget import unchecked
-from .graph_parts import may_begin_pickle
+from .graph_parts import as_bytes, may_begin_pickle
 from .pickle_search import active_pickles, value_pickles
 
 #: The first bytes of a tensor: if no pickle, archive or encoded text may begin so, the rest is not searched.
@@ -37,7 +37,8 @@ def carried_pickles(checkpoint: Checkpoint) -> Iterator[FoundPickle]:
         where = f"{file}: __metadata__" if file else "__metadata__"
         yield from active_pickles(mapping_findings(texts), where)
         for key, text in texts.items():
-            yield from value_pickles(text.encode("latin-1", "replace"), f"{where}: {quoted(key)}")
+            for held in (key, text):
+                yield from value_pickles(as_bytes(held), f"{where}: {quoted(key)}")
     seen = set()
     for path, part in checkpoint.survey.byte_tensors():
         if view_id(part) not in seen:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from binascii import a2b_base64, a2b_hex
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
@@ -10,6 +11,7 @@ from typing import Final
 
 from ...base.lazy import regex
 from ...files.compressed import compression_of
+from ...files.tars import is_header
 from ...pickles.lexer import ENDS, NOTHING, outcome
 from ...pickles.nodes import ByteArray, Graph
 from .budget import BudgetError
@@ -19,16 +21,22 @@ from .inert import is_text
 ZIP: Final = b"PK\x03\x04"
 #: The most levels of hex and base64 that are decoded to see whether a value is searched.
 _MAX_LEVELS: Final = 4
-_SPACE: Final = whitespace.encode()
+NPY: Final = b"\x93NUMPY"
+#: What may stand between the digits of two bytes, and around a line of base64.
+_BETWEEN: Final = f"{whitespace}:-,_%=".encode()
 #: Tables that write each character of base64 as ``w``, and each hex digit as ``0``.
 _TO_W: Final = bytes.maketrans(f"{ascii_letters}{digits}+/_-".encode(), b"w" * 66)
 _TO_0: Final = bytes.maketrans(hexdigits.encode(), b"0" * 22)
 #: Hex, possibly in words, and a word in base64 of either alphabet, with the lines that continue it. No shorter one
-#: holds a call.
-_HEX: Final = regex(rb"(?:[0-9a-fA-F]{2}\s*){12}[0-9a-fA-F\s]*")
-_BASE64: Final = regex(rb"[0-9A-Za-z+/_-]{16,}")
-_LINES: Final = regex(rb"[0-9A-Za-z+/_= \t\r\n-]+")
+#: holds a call, except a line that begins a pickle, a zip archive or gzip data.
+_HEX: Final = regex(rb"(?:(?:0[xX])?[0-9a-fA-F]{2}[\s:,_%=-]*){12}(?:(?:0[xX])?[0-9a-fA-F]|[\s:,_%=-])*")
+_BASE64: Final = regex(rb"[0-9A-Za-z+/_-]{16,}|(?:gA[I-Z]|UEsDB|H4sI)[0-9A-Za-z+/_-]*")
+_LINES: Final = regex(rb"[0-9A-Za-z+/_=,\s-]+")
 _TO_BASE64: Final = bytes.maketrans(b"-_", b"+/")
+#: Escapes of Python and JSON, and the quotes that end a string.
+_ESCAPE: Final = regex(rb"\\(?:(?:u00|x)([0-9a-fA-F]{2})|([0-7]{3})|(.))", re.S)
+_LETTERS: Final = bytes.maketrans(b"abfnrtv", b"\a\b\f\n\r\t\v")
+_QUOTES: Final = (regex(rb'(?<!\\)"'), regex(rb"(?<!\\)'"))
 
 
 def values(graph: Graph) -> Iterator[bytes]:
@@ -41,26 +49,35 @@ def suspects(texts: Collection[str], binary: Iterable[bytes]) -> Iterator[bytes]
     """Yield the bytes objects and texts that may hold a pickle, as bytes."""
     yield from filter(may_hold_pickle, binary)
     if _is_suspect(".".join(texts)):
-        yield from filter(may_hold_pickle, (text.encode("latin-1", "replace") for text in filter(_is_suspect, texts)))
+        yield from filter(may_hold_pickle, map(as_bytes, filter(_is_suspect, texts)))
+
+
+def as_bytes(text: str) -> bytes:
+    """Return the bytes that a text stands for: one for each character of Latin-1, or that ``surrogateescape`` made."""
+    return re.sub("[^\0-\xff\udc80-\udcff]", "?", text).encode("latin-1", "surrogateescape")
 
 
 def _is_suspect(text: str) -> bool:
-    """Return whether a text may hold a pickle: it has control characters, or words that may be hex or base64."""
-    return not (text.isascii() and text.isprintable()) or _has_words(text.encode())
+    """Return whether a text may hold a pickle: it has control characters, or may encode one."""
+    return not (text.isascii() and text.isprintable()) or _may_encode(text.encode())
 
 
-def _has_words(data: bytes) -> bool:
-    """Return whether bytes have a run that may be hex or base64."""
-    return b"w" * 16 in data.translate(_TO_W) or b"0" * 24 in data.translate(_TO_0, _SPACE)
+def _may_encode(data: bytes) -> bool:
+    """Return whether bytes have a run that may be hex or base64, or escapes."""
+    words = b"w" * 16 in data.translate(_TO_W) or b"0" * 24 in data.translate(_TO_0, _BETWEEN + b"xX")
+    return words or b"\\" in data or b"gA" in data or b"UEsDB" in data or b"H4sI" in data
+
+
+def _is_known(head: bytes) -> bool:
+    return head.startswith((ZIP, NPY)) or is_binary_pickle(head) or is_header(head[:512])
 
 
 def may_hold_pickle(data: bytes, level: int = 0) -> bool:
     """Return whether bytes are searched for pickles: also archives, compressed bytes, and hex or base64 of any."""
-    known = data[:4] == ZIP or is_binary_pickle(data) or compression_of(data[:16]) is not None
-    if known or outcome(data) not in (NOTHING, ENDS):
+    if _is_known(data) or compression_of(data[:16]) is not None or outcome(data) not in (NOTHING, ENDS):
         return True
-    if level == _MAX_LEVELS or not _has_words(data):
-        return _BASE64.search(data) is not None
+    if level == _MAX_LEVELS or not _may_encode(data):
+        return level == _MAX_LEVELS and _BASE64.search(data) is not None
     try:
         return any(True for _ in decoded(data, level + 1))
     except BudgetError:
@@ -70,23 +87,22 @@ def may_hold_pickle(data: bytes, level: int = 0) -> bool:
 def may_begin_pickle(head: bytes) -> bool:
     """Return whether longer bytes may hold a pickle or an encoded one, by the first of them."""
     compression = compression_of(head)
-    known = head[:4] == ZIP or is_binary_pickle(head) or (compression is not None and not compression.doubtful)
-    return known or outcome(head) != NOTHING or is_text(head)
+    inflates = compression is not None and not compression.doubtful
+    return inflates or _is_known(head) or outcome(head) != NOTHING or is_text(head)
 
 
 def decoded(data: bytes, level: int = 0) -> Iterator[bytes]:
-    """Yield what a text holds in hex or base64 at any place, if it may hold a pickle. Raises BudgetError if too many
-    lines may begin one."""
-    for match in _HEX.finditer(data):
-        digits = match[0].translate(None, _SPACE)
-        part = a2b_hex(digits[: len(digits) // 2 * 2])
-        if may_hold_pickle(part, level):
-            yield part
+    """Yield what a text holds in hex, escapes or base64, if it may hold a pickle. Raises BudgetError for many lines."""
+    hexes = (re.sub(rb"0[xX]|[^0-9a-fA-F]", b"", match[0]) for match in _HEX.finditer(data))
+    plain = (a2b_hex(digits[: len(digits) // 2 * 2]) for digits in hexes)
+    strings = chain.from_iterable(quote.split(data) for quote in _QUOTES)
+    escaped = (_ESCAPE.sub(_unescaped, part) for part in strings if b"\\" in part and part.isascii())
+    yield from (part for part in chain(plain, escaped) if may_hold_pickle(part, level))
     left, text_end = 8 * len(data), 0
     for match in _BASE64.finditer(data):
         part = _from_base64(match[0])
         size, begin = len(match[0]), match.start()
-        goes_on = begin >= text_end and data[begin + size : begin + size + 1] in (b"\n", b"\r")
+        goes_on = begin >= text_end and data[begin + size : begin + size + 1] in _BETWEEN
         while goes_on and (may_begin_pickle(part) or compression_of(part)):
             size *= 4
             left -= size
@@ -100,8 +116,13 @@ def decoded(data: bytes, level: int = 0) -> Iterator[bytes]:
             yield part
 
 
+def _unescaped(match: re.Match[bytes]) -> bytes:
+    code, octal, letter = match.groups()
+    return letter.translate(_LETTERS) if letter else bytes([int(code or octal, 16 if code else 8) & 255])
+
+
 def _from_base64(text: bytes) -> bytes:
-    text = text.translate(_TO_BASE64, b" \t\r\n=")
+    text = text.translate(_TO_BASE64, f"{whitespace},=".encode())
     return a2b_base64(text[: len(text) - (len(text) % 4 == 1)] + b"==")
 
 

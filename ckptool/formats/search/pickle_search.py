@@ -26,7 +26,7 @@ from ...pickles.nodes import Call, Extension, Global, Graph, Node
 from ...safety.calls import STANDARD_LIBRARY
 from .. import FORMATS, carried_pickles, read_container
 from .budget import MAX_GUESS, Search, broken, decode_at, limited, outer_search, unchecked
-from .graph_parts import ZIP, decoded, is_binary_pickle, values
+from .graph_parts import NPY, ZIP, decoded, is_binary_pickle, may_begin_pickle, values
 from .inert import active_parts, code_kind, encoding_of, hidden_kind, inert_kind, is_plain_record
 from .numpy_arrays import npy_data
 
@@ -39,7 +39,6 @@ _MAX_DEPTH: Final = 8
 _INFLATE_RATIO: Final = 16
 #: Bytes that begin like compressed ones by chance inflate to less.
 _INFLATES: Final = 1 << 20
-_NPY: Final = b"\x93NUMPY"
 #: Modules that a text would hardly name if it only happens to begin like a pickle.
 _KNOWN: Final = STANDARD_LIBRARY | {"torch", "numpy", "__builtin__"}
 
@@ -83,7 +82,7 @@ def is_followed(source: Source) -> bool:
     """Return whether ``find_pickles`` can look inside a file, or reports why not: archives, compressed data, arrays."""
     head = source.read(0, 512)
     compression = compression_of(head)
-    known = head[:4] == ZIP or head[:6] == _NPY or is_header(head)
+    known = head[:4] == ZIP or head[:6] == NPY or is_header(head)
     return known or (compression is not None and not compression.doubtful) or _is_zip(source)
 
 
@@ -105,7 +104,7 @@ def _in_content(content: Source, name: str, search: Search) -> Iterator[FoundPic
         yield unchecked(name, f"files within files more than {_MAX_DEPTH} deep are not followed")
         return
     head = content.read(0, 512)
-    zipped, arrays = head[:4] == ZIP, head[:6] == _NPY
+    zipped, arrays = head[:4] == ZIP, head[:6] == NPY
     active = [] if search.value else active_parts(name or content.name, head, content)
     if not (active or head) or (not search.value and is_plain_record(head, content) and not _is_pickle_name(name)):
         return
@@ -234,6 +233,9 @@ def _in_arrays(content: Source, name: str, search: Search) -> Iterator[FoundPick
                 yield from pickles
             return
         at = array.begin + array.nbytes
+        head = content.read(array.begin, min(array.nbytes, 512))
+        if may_begin_pickle(head) or compression_of(head):
+            yield from _in_value(content.read(array.begin, min(array.nbytes, LIMITS.member_bytes)), name, search)
     if at < content.size:
         yield from _bare(content, at, name, search)
         yield from _rest(content, at, name, search)
@@ -368,7 +370,7 @@ def _holds_nothing(archive: Archive, record: Record, storage: bool) -> bool:
     except MalformedError:
         return False
     head = span.source.read(span.offset, min(64, span.size))
-    return head[:4] != ZIP and head[:6] != _NPY if storage else is_plain_record(head, BytesSource(head))
+    return head[:4] != ZIP and head[:6] != NPY if storage else is_plain_record(head, BytesSource(head))
 
 
 def _in_record(archive: Archive, record: Record, storage: bool, search: Search) -> Iterator[FoundPickle]:
@@ -387,7 +389,7 @@ def _in_record(archive: Archive, record: Record, storage: bool, search: Search) 
         yield broken(record.name, error) if is_pickle else unchecked(record.name, error.what)
         return
     head = content.read(0, 6) if storage else b""
-    if not storage or head[:4] == ZIP or head == _NPY:  # other storages are searched as values of their tensors
+    if not storage or head[:4] == ZIP or head == NPY:  # other storages are searched as values of their tensors
         yield from _in_content(content, record.name, search._replace(value=search.value or storage))
 
 
