@@ -428,9 +428,9 @@ def refuse_torn(checkpoint: Checkpoint, edited: Checkpoint, who: str) -> None:
     left = {entry.tensor for entry in edited.survey.tensors} if before else ()
     for weight in before.weights:
         if not weight.problem and weight.tensors not in after and weight.tensors & set(left):
-            what = f"{who} parts the tensors of the quantized weight {quoted(weight.name)} ({weight.format})"
-            step = f"take all of them: '{weight.name.removesuffix('.weight')}*'"
-            raise RefusedError(what, path=checkpoint.path, next=step)
+            what = f"{who} takes only a part of the quantized weight {quoted(weight.name)} ({weight.format})"
+            parts = [quoted(entry.key) for entry in checkpoint.survey.tensors if entry.tensor in weight.tensors]
+            raise RefusedError(what, path=checkpoint.path, next=f"take all of it: {' '.join(parts)}")
 
 
 class _Search:

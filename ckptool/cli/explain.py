@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import sys
 from contextlib import closing
@@ -125,9 +126,16 @@ def read_message(path: str, most: int) -> str:
     return data.removeprefix(_UTF_16).replace(b"\0", b"").decode("utf-8-sig", "replace")
 
 
+def _wrapped(text: str) -> list[str]:
+    """Wrap a text, but no command in it."""
+    kept = re.sub("'ckptool [^']*'", lambda command: command[0].replace(" ", "\xa0"), text)
+    lines = wrap(kept, _WIDTH, break_long_words=False, break_on_hyphens=False)
+    return [line.replace("\xa0", " ") for line in lines]
+
+
 def _lines(report: ExplainReport) -> list[str]:
     lines = [*wrap(report["message"], _WIDTH), ""] if report["message"] else []
-    lines += wrap(report["why"], _WIDTH)
+    lines += _wrapped(report["why"])
     lines += ["", *step_lines(report["next"])] if report["next"] else []
     title = "In Python, with the file downloaded:" if is_remote(report["path"]) else "In Python:"
     return [*lines, "", title, indent(report["python"], "    ")] if report["python"] else lines

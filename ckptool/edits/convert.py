@@ -80,7 +80,7 @@ def convert(
     allow_loss = (allow_loss,) if isinstance(allow_loss, str) else allow_loss
     if to_format not in TARGETS:
         message, step = f"{to_format!r} is not a format that can be written", f"one of {join_limited(TARGETS)}"
-        if to_format in OUTPUTS and OUTPUTS[to_format].loader == "llama.cpp":
+        if to_format in OUTPUTS and OUTPUTS[to_format].layout == "GGUF":
             step = "python convert_hf_to_gguf.py FOLDER of llama.cpp makes it from a folder with config.json"
         raise TargetError(message, next=step)
     unknown = [kind for kind in allow_loss if kind not in (*KINDS, "all")]

@@ -99,7 +99,7 @@ OUTPUTS: Final[Mapping[str, OutputFormat]] = {
             misread="no library would load it",
         ),
         OutputFormat(
-            "gguf", "gguf.writer", (".gguf",), ".gguf", like="gguf", checksums=False, layout="GGUF", loader="llama.cpp"
+            "gguf", "gguf.writer", (".gguf",), ".gguf", like="gguf", checksums=False, layout="GGUF", loader="gguf-py"
         ),
         OutputFormat("dcp", "dcp.writer", (".dcp",), ".dcp", "dcp", "dcp", folder=True, plain=True),
         OutputFormat("legacy", "torch.legacy_writer", reads_as="torch-legacy", like="torch", checksums=False),

@@ -490,8 +490,7 @@ def _in_one_pass(checkpoint: Checkpoint, every: Sequence[Finding]) -> list[Findi
     steps = [as_step(item.next) for item in every]
     combined = [{part.name for part in own.commands} & TOGETHER.keys() or own.line.startswith("mv ") for own in steps]
     rest = [item._replace(next="") if in_it else item for item, in_it in zip(every, combined)]
-    converts = any(part.name == "convert" for item in rest for part in as_step(item.next).commands)
-    message = f"to {'make these edits' if converts else 'fix everything'} at once"
+    message = "to fix at once what one command can fix"
     return [*rest, Finding("together", "note", message, next=step)]
 
 

@@ -210,7 +210,7 @@ def next_line(text: str) -> str:
     """Return the command that the person types: the one that does everything, or else the first one."""
     lines = text.splitlines()
     steps = [line.partition("-> ")[2] for line in lines if re.match(r" *-> ", line)]
-    together = [number for number, line in enumerate(lines) if "to fix everything at once" in line]
+    together = [number for number, line in enumerate(lines) if "to fix at once what one command can fix" in line]
     if together and "-> " in lines[together[0] + 1]:
         return lines[together[0] + 1].partition("-> ")[2]
     return steps[0] if steps else ""

@@ -40,7 +40,7 @@ class GGUF(TableContainer):
         size_source="header",
         no_checksums="GGUF",
         loads="converted",
-        loader="llama.cpp",
+        loader="gguf-py",
         suffix=".gguf",
         writes_as="gguf",
         blocks=True,

@@ -366,8 +366,9 @@ def _content_notes(lock: Lock, actual: Lock) -> Iterator[Finding]:
     for path, values in _groups(lock).items():
         for name, old in values.items():
             new = present.get(path, {}).get(name, {})
-            if "hash" in old and "hash" in new and old["hash"] != new["hash"]:
-                yield Finding("lock-content", "error", f"{_label(path, name)} has other content", name)
+            if "hash" in old and old["hash"] != new.get("hash"):
+                what = "has other content" if "hash" in new else "is not there to compare"
+                yield Finding("lock-content", "error", f"{_label(path, name)} {what}", name)
 
 
 def _label(path: str, name: str) -> str:

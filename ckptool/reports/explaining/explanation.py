@@ -50,8 +50,8 @@ from .known_errors import (
 UNKNOWN: Final = "No explanation is known for this message."
 #: What to do without a file.
 _NAME_IT: Final = "Type it again with the path of the checkpoint at the end"
-#: Steps that change nothing.
-_LOOKING: Final = ("inspect ", "keys ", "match ", "scan ", "get ")
+#: Steps that change nothing, and one that may drop most of a model.
+_LOOKING: Final = ("inspect ", "keys ", "match ", "scan ", "get ", "drop {path} {keys}")
 #: Findings of ``inspect`` that do not explain a message by themselves.
 _REMARKS: Final = frozenset(("together", "shared", "device-strings", "big-endian"))
 #: Findings about devices, and about classes, whose steps one command can combine.
