@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import re
+import warnings
+from _codecs import escape_decode
 from binascii import a2b_base64, a2b_hex
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
@@ -17,11 +18,11 @@ from ...pickles.nodes import ByteArray, Graph
 from .budget import BudgetError
 from .inert import is_text
 
-#: The first bytes of a zip archive.
+#: The first bytes of a zip archive, and of a NumPy array.
 ZIP: Final = b"PK\x03\x04"
+NPY: Final = b"\x93NUMPY"
 #: The most levels of hex and base64 that are decoded to see whether a value is searched.
 _MAX_LEVELS: Final = 4
-NPY: Final = b"\x93NUMPY"
 #: What may stand between the digits of two bytes, and around a line of base64.
 _BETWEEN: Final = f"{whitespace}:-,_%=".encode()
 #: Tables that write each character of base64 as ``w``, and each hex digit as ``0``.
@@ -29,13 +30,11 @@ _TO_W: Final = bytes.maketrans(f"{ascii_letters}{digits}+/_-".encode(), b"w" * 6
 _TO_0: Final = bytes.maketrans(hexdigits.encode(), b"0" * 22)
 #: Hex, possibly in words, and a word in base64 of either alphabet, with the lines that continue it. No shorter one
 #: holds a call, except a line that begins a pickle, a zip archive or gzip data.
-_HEX: Final = regex(rb"(?:(?:0[xX])?[0-9a-fA-F]{2}[\s:,_%=-]*){12}(?:(?:0[xX])?[0-9a-fA-F]|[\s:,_%=-])*")
+_HEX: Final = regex(rb"(?:(?:0[xX])?[0-9a-fA-F]{2}[\s:,_%=-]*){12}[0-9a-fA-FxX\s:,_%=-]*")
 _BASE64: Final = regex(rb"[0-9A-Za-z+/_-]{16,}|(?:gA[I-Z]|UEsDB|H4sI)[0-9A-Za-z+/_-]*")
 _LINES: Final = regex(rb"[0-9A-Za-z+/_=,\s-]+")
-_TO_BASE64: Final = bytes.maketrans(b"-_", b"+/")
-#: Escapes of Python and JSON, and the quotes that end a string.
-_ESCAPE: Final = regex(rb"\\(?:(?:u00|x)([0-9a-fA-F]{2})|([0-7]{3})|(.))", re.S)
-_LETTERS: Final = bytes.maketrans(b"abfnrtv", b"\a\b\f\n\r\t\v")
+_NOT_BYTES: Final = regex("[^\0-\xff\udc80-\udcff]")
+#: The quotes that end a string in which they are escaped.
 _QUOTES: Final = (regex(rb'(?<!\\)"'), regex(rb"(?<!\\)'"))
 
 
@@ -54,7 +53,7 @@ def suspects(texts: Collection[str], binary: Iterable[bytes]) -> Iterator[bytes]
 
 def as_bytes(text: str) -> bytes:
     """Return the bytes that a text stands for: one for each character of Latin-1, or that ``surrogateescape`` made."""
-    return re.sub("[^\0-\xff\udc80-\udcff]", "?", text).encode("latin-1", "surrogateescape")
+    return _NOT_BYTES.sub("?", text).encode("latin-1", "surrogateescape")
 
 
 def _is_suspect(text: str) -> bool:
@@ -86,18 +85,16 @@ def may_hold_pickle(data: bytes, level: int = 0) -> bool:
 
 def may_begin_pickle(head: bytes) -> bool:
     """Return whether longer bytes may hold a pickle or an encoded one, by the first of them."""
-    compression = compression_of(head)
-    inflates = compression is not None and not compression.doubtful
+    inflates = (compression := compression_of(head)) is not None and not compression.doubtful
     return inflates or _is_known(head) or outcome(head) != NOTHING or is_text(head)
 
 
 def decoded(data: bytes, level: int = 0) -> Iterator[bytes]:
     """Yield what a text holds in hex, escapes or base64, if it may hold a pickle. Raises BudgetError for many lines."""
-    hexes = (re.sub(rb"0[xX]|[^0-9a-fA-F]", b"", match[0]) for match in _HEX.finditer(data))
+    hexes = (match[0].lower().replace(b"0x", b"").translate(None, _BETWEEN + b"x") for match in _HEX.finditer(data))
     plain = (a2b_hex(digits[: len(digits) // 2 * 2]) for digits in hexes)
-    strings = chain.from_iterable(quote.split(data) for quote in _QUOTES)
-    escaped = (_ESCAPE.sub(_unescaped, part) for part in strings if b"\\" in part and part.isascii())
-    yield from (part for part in chain(plain, escaped) if may_hold_pickle(part, level))
+    strings = (part for quote in _QUOTES for part in quote.split(data) if len(part) > 12 and b"\\" in part)
+    yield from (part for part in chain(plain, _unescaped(strings)) if may_hold_pickle(part, level))
     left, text_end = 8 * len(data), 0
     for match in _BASE64.finditer(data):
         part = _from_base64(match[0])
@@ -116,13 +113,16 @@ def decoded(data: bytes, level: int = 0) -> Iterator[bytes]:
             yield part
 
 
-def _unescaped(match: re.Match[bytes]) -> bytes:
-    code, octal, letter = match.groups()
-    return letter.translate(_LETTERS) if letter else bytes([int(code or octal, 16 if code else 8) & 255])
+def _unescaped(strings: Iterable[bytes]) -> list[bytes]:
+    """Return the text without the escapes of Python and JSON, of each string that has any."""
+    plain = [part.rstrip(b"\\").replace(b"\\u00", b"\\x") for part in strings if part.isascii()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an escape that means nothing stays
+        return [new for part in plain if (new := escape_decode(part, "replace")[0]) != part]
 
 
 def _from_base64(text: bytes) -> bytes:
-    text = text.translate(_TO_BASE64, f"{whitespace},=".encode())
+    text = text.translate(bytes.maketrans(b"-_", b"+/"), f"{whitespace},=".encode())
     return a2b_base64(text[: len(text) - (len(text) % 4 == 1)] + b"==")
 
 
