@@ -19,7 +19,7 @@ from .rules import UNKNOWN, acting_rules, word_lists
 if TYPE_CHECKING:
     from .configuration import ActivePart
 
-#: A string without any of these, or a colon as in ``cuda:0``, is neither code, settings, a template nor base64.
+#: A string with none of these, and no colon but as in ``cuda:0``, is neither code, settings, a template nor base64.
 _MARKS: Final = ("(", "{", "!", "\n", "=", "\\", "gA", "UEsDB", "import ", "import\t", "__.", "__]")
 _ENCODE, _ARRAY = "_codecs.encode", "builtins.bytearray"
 _FIRST: Final = regex(r"[^\w.](\w+)\.\w")  # of a dotted name
@@ -72,7 +72,7 @@ def held_findings(graph: Graph) -> list[ActivePart]:
 
 
 def _makes_bytes(graph: Graph) -> Iterator[bool]:
-    """Yield for each call that makes bytes whether Python's pickler would write it otherwise."""
+    """Yield, for each call that makes bytes, whether Python's pickler never writes it so."""
     makers = {mapped_name(node) for _, node in graph.of_type(Global)} & {_ENCODE, _ARRAY}
     for ref, call in graph.of_type(Call) if makers else ():
         if (name := callable_name(graph, call.func)) in makers:

@@ -224,7 +224,7 @@ STAND_INS: Final[Mapping[str, Callable[..., object]]] = {
     f"{_SHARDED}.MEM_FORMAT_ENCODING": _memory_format,
     "torch.serialization._get_layout": _layout,
     "collections.OrderedDict": list,
-    "builtins.getattr": _member,
+    **dict.fromkeys(("builtins.getattr", "__builtin__.getattr"), _member),
     **dict.fromkeys((f"pathlib.{name}" for name in _PATHS), _path),
     **dict.fromkeys((f"pathlib._local.{name}" for name in _PATHS[:2]), _path),
 }

@@ -69,8 +69,8 @@ _Row = tuple[int, re.Pattern[str], ForeignFormat, dict[str, Any]]
 
 @cache
 def _signatures(magic: bool) -> tuple[list[_Row], list[_Row], dict[int, re.Pattern[str]]]:
-    """Return the rows with magic bytes or without, those that tell nothing of a file's start, and a pattern for each
-    place, of which a file that fits any other row has one."""
+    """Return the rows with magic bytes, or those without; the rows among them that have no bytes to compare; and a
+    pattern for each place, which matches wherever another row may."""
     rows, starts = list[_Row](), dict[int, list[str]]()
     for known, row in _rows("signatures"):
         first, begins = "|".join(map(re.escape, row.get("magic", ()))), row.get("begins", "")

@@ -21,7 +21,7 @@ from .inert import is_text
 #: The first bytes of a zip archive, and of a NumPy array.
 ZIP: Final = b"PK\x03\x04"
 NPY: Final = b"\x93NUMPY"
-#: The most levels of hex and base64 that are decoded to see whether a value is searched.
+#: The most levels of hex, escapes and base64 that are decoded to see whether a value is searched.
 _MAX_LEVELS: Final = 4
 #: What may stand between the digits of two bytes, and around a line of base64.
 _BETWEEN: Final = f"{whitespace}:-,_%=".encode()
@@ -114,7 +114,7 @@ def decoded(data: bytes, level: int = 0) -> Iterator[bytes]:
 
 
 def _unescaped(strings: Iterable[bytes]) -> list[bytes]:
-    """Return the text without the escapes of Python and JSON, of each string that has any."""
+    """Return each string that has escapes of Python or JSON, without them."""
     plain = [part.rstrip(b"\\").replace(b"\\u00", b"\\x") for part in strings if part.isascii()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an escape that means nothing stays
