@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from math import frexp, inf, isfinite, ldexp, nan
+from math import copysign, frexp, inf, isfinite, ldexp, nan
 from struct import iter_unpack, pack
 from sys import byteorder
 from typing import Final, TypeAlias
@@ -110,7 +110,7 @@ def _bfloat16(number: float) -> bytes:
     if isfinite(number) and number:
         _, exponent = frexp(number)
         steps = 8 - max(exponent, -125)  # eight bits of precision, fewer below the smallest normal number
-        number = ldexp(round(ldexp(number, steps)), -steps)
+        number = copysign(ldexp(round(ldexp(number, steps)), -steps), number)
     return _packed("f", number)[2:]
 
 

@@ -140,22 +140,19 @@ def test_encoded_data_is_weights_only(encoding: str, tmp_path: Path) -> None:
     assert _judged(tmp_path / "file", _torch(words)) == "weights-only"
 
 
-class Made:
-    """What a call returns."""
-
-    def __init__(self, *call: Any) -> None:
-        self.call = call
+class Made(tuple[Any, ...]):
+    """What a call returns: the function and its arguments."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return self.call[0], self.call[1:]
+        return self[0], tuple(self[1:])
 
 
 CODE = "__import__('posix').system('true')"
 MADE: dict[str, tuple[Any, str]] = {
-    "bytes of another codec": (Made(codecs.encode, ENDINGS[2].decode("cp437"), "cp437"), "unknown"),
-    "bytes of numbers": (Made(bytearray, list(ENDINGS[1])), "unknown"),
-    "a mapping of pairs": (Made(OrderedDict, [["_target_", "a.b.c"]]), "program"),
-    "code that is also bytes": ({"cfg": CODE, "b": Made(codecs.encode, CODE, "latin1")}, "unknown"),
+    "bytes of another codec": (Made((codecs.encode, ENDINGS[2].decode("cp437"), "cp437")), "unknown"),
+    "bytes of numbers": (Made((bytearray, list(ENDINGS[1]))), "unknown"),
+    "a mapping of pairs": (Made((OrderedDict, [["_target_", "a.b.c"]])), "program"),
+    "code that is also bytes": ({"cfg": CODE, "b": Made((codecs.encode, CODE, "latin1"))}, "unknown"),
     "plain bytes": ([b"a\xff", bytearray(b"b"), bytearray(), OrderedDict(a=1)], "weights-only"),
 }
 

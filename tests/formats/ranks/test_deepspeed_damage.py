@@ -12,7 +12,7 @@ import pytest
 import torch
 from command_line import say
 from conftest import FIXTURES
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from test_deepspeed import SMALL, equal, joined, optimizer, refused
 from zero_folders import Model, Unpickled, deepspeed, random_model, write_zero
@@ -299,6 +299,7 @@ def bits_of(value: torch.Tensor) -> list[int]:
 
 
 @given(st.lists(st.integers(0, (1 << 32) - 1), min_size=1, max_size=64))
+@example([0x80000001])
 def test_rounding_is_that_of_torch(patterns: list[int]) -> None:
     data = struct.pack(f"<{len(patterns)}I", *patterns)
     values = torch.frombuffer(bytearray(data), dtype=torch.float32)
