@@ -131,7 +131,7 @@ def _unsupported(weights: tuple[QuantizedWeight, ...]) -> Iterator[str]:
     """Yield why weights cannot be turned back although nothing is wrong with them."""
     unknown = (each for each in weights if (not each.arithmetic and not each.problem) or each.problem == UNKNOWN_LAYOUT)
     for name in dict.fromkeys(weight.format for weight in unknown):
-        yield f"ckptool does not know how {name} is decoded here"
+        yield f"ckptool does not know how to decode {name}"
 
 
 def _of_model(work: Recomputation, found: Quantization) -> str:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: A string with none of these, and no colon but as in ``cuda:0``, is neither code, settings, a template nor base64.
 _MARKS: Final = ("(", "{", "!", "\n", "=", "\\", "gA", "UEsDB", "import ", "import\t", "__.", "__]")
 _ENCODE, _ARRAY = "_codecs.encode", "builtins.bytearray"
-_FIRST: Final = regex(r"[^\w.](\w+)\.\w")  # of a dotted name
+_FIRST: Final = regex(r"[^\w.](\w+)\.\w")  # the first part of a dotted name
 #: Maximum characters of text read in one pickle, with the cost of each string, and of containers in its path.
 _MAX_TEXT, _COST, _MAX_PATH = 40 << 20, 100, 20
 
@@ -37,8 +37,8 @@ def held_findings(graph: Graph) -> list[ActivePart]:
     nodes = graph.nodes
     found = [ActivePart("a call makes bytes in an unusual way, and is not followed", UNKNOWN)] * unusual
     owners: dict[Ref, tuple[Ref, Ref]] = {}  # the container of a value, and its key, or -1
-    filled = ((ref, [*(initial_pairs(graph, call) or ()), *call.pairs]) for ref, call in graph.of_type(Call))
-    for ref, pairs in chain(((ref, node.pairs) for ref, node in graph.of_type(Dict)), filled):
+    made = ((ref, [*(initial_pairs(graph, call) or ()), *call.pairs]) for ref, call in graph.of_type(Call))
+    for ref, pairs in chain(((ref, node.pairs) for ref, node in graph.of_type(Dict)), made):
         keys, values = pairs[::2], pairs[1::2]
         for key, value in zip(keys, values, strict=False):
             if type(node := nodes[value]) is Call and node.filling is None:
@@ -76,8 +76,8 @@ def _makes_bytes(graph: Graph) -> Iterator[bool]:
     makers = {mapped_name(node) for _, node in graph.of_type(Global)} & {_ENCODE, _ARRAY}
     for ref, call in graph.of_type(Call) if makers else ():
         if (name := callable_name(graph, call.func)) in makers:
-            args = [graph.nodes[arg] for arg in list_items(graph.nodes[call.args])]
-            usual = not args or args[1:] == ["latin-1"] or (len(args) == 1 and isinstance(args[0], bytes | Call))
+            args = [called_constant(graph, arg) or graph.nodes[arg] for arg in list_items(graph.nodes[call.args])]
+            usual = not args or args[1:] == ["latin-1"] or (len(args) == 1 and type(args[0]) is bytes)
             yield called_constant(graph, ref) is None and not (usual and name == _ARRAY)
 
 

@@ -151,6 +151,7 @@ CODE = "__import__('posix').system('true')"
 MADE: dict[str, tuple[Any, str]] = {
     "bytes of another codec": (Made((codecs.encode, ENDINGS[2].decode("cp437"), "cp437")), "unknown"),
     "bytes of numbers": (Made((bytearray, list(ENDINGS[1]))), "unknown"),
+    "bytes of keys": (Made((bytearray, OrderedDict.fromkeys(ENDINGS[1]))), "unknown"),
     "a mapping of pairs": (Made((OrderedDict, [["_target_", "a.b.c"]])), "program"),
     "code that is also bytes": ({"cfg": CODE, "b": Made((codecs.encode, CODE, "latin1"))}, "unknown"),
     "plain bytes": ([b"a\xff", bytearray(b"b"), bytearray(), OrderedDict(a=1)], "weights-only"),

@@ -75,10 +75,10 @@ def may_hold_pickle(data: bytes, level: int = 0) -> bool:
     """Return whether bytes are searched for pickles: also archives, compressed bytes, and hex or base64 of any."""
     if _is_known(data) or compression_of(data[:16]) is not None or outcome(data) not in (NOTHING, ENDS):
         return True
-    if level == _MAX_LEVELS or not _may_encode(data):
-        return level == _MAX_LEVELS and _BASE64.search(data) is not None
+    if level == _MAX_LEVELS:
+        return _BASE64.search(data) is not None
     try:
-        return any(True for _ in decoded(data, level + 1))
+        return _may_encode(data) and any(True for _ in decoded(data, level + 1))
     except BudgetError:
         return True
 
